@@ -1,0 +1,154 @@
+"""What supervisor and agents say to each other, beside the reports of jobs.spec.events.
+
+Newline-delimited JSON over one TCP connection per agent; a connection proves that it knows the run's
+secret (HMAC over the supervisor's nonce) before anything else is read. Every order carries the
+supervisor's `term`: an agent refuses a lower one than it has seen.
+"""
+from dataclasses import dataclass
+
+from jobs.spec.events import (AgentReport, FaultInjected, NodeSample, RankError, RankExit, RankFinished, ShardReport,
+                              StepReport)
+from jobs.spec.job import JobSpec, RankSlot
+
+LINE_LIMIT = 64 * 2**20  # asyncio's own limit is 64 KiB; a traceback or a job spec may be longer
+
+
+# ------------------------------------------------------------------ connection
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Challenge:
+    nonce: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hello:
+    """First line of an agent."""
+
+    proof: str  # HMAC-SHA256(secret, nonce), hex
+    node: str
+    host: str
+    address: str  # where other nodes reach this one
+    pid: int
+    gpus: int
+    term: int  # highest term this agent has obeyed
+    attempt: int  # attempt that runs here now; 0 if none
+    last_seq: int  # highest sequence number spooled so far
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """First and only line of a person's client (`orc stop`)."""
+
+    proof: str
+    verb: str  # "stop"
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommandAccepted:
+    message: str
+
+
+# ------------------------------------------------------------------ supervisor → agent
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Welcome:
+    term: int
+    ack_seq: int  # reports up to here are recorded: resend what follows
+    heartbeat_s: float
+    sample_s: float
+    preload: bool  # start a fork server with the training core loaded
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepare:
+    """Get ready for an attempt; the first node's agent also picks the master port."""
+
+    term: int
+    attempt: int
+    pick_port: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """Fork the ranks of this node: the agent's own slice of the placement, nothing of the others'."""
+
+    term: int
+    attempt: int
+    job: JobSpec
+    slots: tuple[RankSlot, ...]
+    node_index: int
+    master_addr: str
+    master_port: int
+    max_restarts: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kill:
+    """End every rank of the attempt: SIGTERM, then SIGKILL after grace_s."""
+
+    term: int
+    attempt: int
+    grace_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shutdown:
+    term: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ack:
+    seq: int
+
+
+# ------------------------------------------------------------------ agent → supervisor
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    attempt: int
+    port: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrepareFailed:
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Killed:
+    """No rank of the attempt is left on this node."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankState:
+    """Where a rank was when it last told its agent."""
+
+    rank: int
+    pid: int
+    step: int
+    phase: str
+    t: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Heartbeat:
+    node: str
+    t: float
+    attempt: int
+    ranks: tuple[RankState, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spooled:
+    """A report that must not be lost: kept by the agent until the supervisor acknowledges `seq`."""
+
+    seq: int
+    report: dict  # an encoded report, see jobs.spec.events
+
+
+# What an agent spools and a supervisor must receive.
+Report = StepReport | ShardReport | RankError | FaultInjected | RankFinished | RankExit | NodeSample
+ToAgent = Challenge | Welcome | Prepare | Start | Kill | Shutdown | Ack
+ToSupervisor = Hello | Command | Prepared | PrepareFailed | Killed | Heartbeat | Spooled

@@ -1,0 +1,269 @@
+"""What a run tells: reports of ranks and agents, and the lines of its history, `events.jsonl`.
+
+The supervisor is the only writer of the history; status, reports, the goodput ledger and W&B are its
+readers. Reports travel rank → agent → supervisor as one JSON object per line. Each dataclass is one
+kind of line; `kind` is its class name in snake_case.
+"""
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jobs.spec.load import from_dict, to_dict
+
+DiagnosisKind = Literal["crash", "hang", "straggler", "preemption", "time_limit", "node_failure", "divergence",
+                        "corruption", "user_error", "stopped", "completed"]
+Act = Literal["restart", "stop", "finish"]
+
+
+def kind_of(cls: type) -> str:
+    """StepReport → step_report"""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
+
+
+# ------------------------------------------------------------------ reports of a rank
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankProgress:
+    """A rank's own heartbeat: it has entered this phase of this step. Kept by the agent, not recorded."""
+
+    attempt: int
+    rank: int
+    step: int
+    phase: str  # "start", "data", "forward_backward", "optimizer", "checkpoint"
+    t: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """One optimizer step, from the rank that owns the loss (first rank of the last stage)."""
+
+    attempt: int
+    rank: int
+    step: int  # updates completed, this one included
+    t: float
+    loss: float  # mean over the global batch's tokens
+    grad_norm: float
+    lr: float
+    tokens: int  # of this step, all ranks
+    step_time_s: float
+    data_s: float
+    forward_backward_s: float
+    optimizer_s: float
+    checkpoint_s: float
+    tokens_per_s: float
+    tokens_per_s_per_gpu: float
+    tflops_per_gpu: float
+    mfu: float
+    mfu_convention: str
+    peak_memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardFile:
+    """One file of a checkpoint, relative to the checkpoint's folder."""
+
+    name: str
+    size_bytes: int
+    checksum: str  # "crc32:…" of the whole file
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardReport:
+    """A rank has written and synced its part of a checkpoint."""
+
+    attempt: int
+    rank: int
+    step: int
+    t: float
+    files: tuple[ShardFile, ...]
+    data_cursor: int
+    save_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankError:
+    """An exception that ended a rank, with the traceback, told before the rank dies of it."""
+
+    attempt: int
+    rank: int
+    step: int
+    t: float
+    type: str
+    message: str
+    traceback: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FaultInjected:
+    attempt: int
+    rank: int
+    step: int
+    t: float
+    fault: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankFinished:
+    """The rank has done its last step and is about to exit with 0."""
+
+    attempt: int
+    rank: int
+    step: int
+    t: float
+
+
+# ------------------------------------------------------------------ reports of an agent
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankExit:
+    """A rank process has ended. Exactly one of exit_code and signal is set."""
+
+    attempt: int
+    rank: int
+    local_rank: int
+    node: str
+    pid: int
+    t: float
+    exit_code: int | None = None
+    signal: int | None = None
+    log_tail: str = ""  # last lines of its output
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeSample:
+    """Health of one node, from psutil and NVML. None is unknown, not zero."""
+
+    node: str
+    t: float
+    cpu_percent: float
+    memory_used_bytes: int
+    memory_total_bytes: int
+    network_sent_bytes: int
+    network_received_bytes: int
+    gpu_utilization: tuple[float | None, ...] = ()
+    gpu_memory_used_bytes: tuple[int | None, ...] = ()
+    gpu_temperature_c: tuple[float | None, ...] = ()
+
+
+# ------------------------------------------------------------------ the supervisor's own lines
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStarted:
+    """A supervisor has taken charge (first line, and again after every resume)."""
+
+    t: float
+    run: str
+    job_id: str
+    term: int
+    host: str
+    wandb_id: str
+    max_restarts: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgentJoined:
+    t: float
+    node: str
+    host: str
+    pid: int
+    gpus: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgentLost:
+    t: float
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttemptStarted:
+    t: float
+    attempt: int
+    nodes: tuple[str, ...]
+    world_size: int
+    resume_step: int | None
+    layout: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointCommitted:
+    t: float
+    attempt: int
+    step: int
+    data_cursor: int
+    size_bytes: int
+    save_s: float  # the slowest rank's
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointSkipped:
+    """A checkpoint that was found torn or corrupt and is not used."""
+
+    t: float
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Diagnosis:
+    """Why an attempt ended: the earliest root over all reports, with the evidence."""
+
+    t: float
+    attempt: int
+    kind: DiagnosisKind
+    summary: str  # one sentence for a person
+    suspects: tuple[str, ...] = ()  # "rank 3 on node-0"
+    rank: int | None = None
+    node: str | None = None
+    step: int | None = None  # last step known to be completed
+    fingerprint: str = ""  # equal for equal root causes
+    evidence: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    t: float
+    attempt: int
+    act: Act
+    reason: str
+    resume_step: int | None = None
+    delay_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttemptEnded:
+    t: float
+    attempt: int
+    first_step: int | None
+    last_step: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunEnded:
+    t: float
+    state: Literal["completed", "failed", "stopped"]
+    reason: str
+    final_step: int | None
+
+
+RankReport = RankProgress | StepReport | ShardReport | RankError | FaultInjected | RankFinished
+AgentReport = RankExit | NodeSample
+Event = (StepReport | RankError | FaultInjected | RankFinished | RankExit | NodeSample | RunStarted | AgentJoined
+         | AgentLost | AttemptStarted | CheckpointCommitted | CheckpointSkipped | Diagnosis | Decision | AttemptEnded
+         | RunEnded)
+
+
+def encode(message: Any) -> bytes:
+    """Dataclass → one JSON line, `kind` first."""
+    return json.dumps({"kind": kind_of(type(message))} | to_dict(message), allow_nan=True).encode() + b"\n"
+
+
+def decode(line: bytes | str, union: Any, *, origin: str = "") -> Any:
+    """One JSON line → the dataclass of `union` that its `kind` names. Raises SpecError or ValueError."""
+    data = json.loads(line)
+    kind = data.pop("kind", None)
+    classes = {kind_of(cls): cls for cls in union.__args__}
+    if kind not in classes:
+        raise ValueError(f"{origin or 'message'}: unknown kind {kind!r}; known: {', '.join(sorted(classes))}")
+    return from_dict(classes[kind], data, origin=origin)
+
+

@@ -1,0 +1,111 @@
+"""Degrees, mesh axes and ranks: the vocabulary of a layout, shared by planner, placement and ranks.
+
+Pure arithmetic; the DeviceMesh itself is built from it in jobs.mesh.
+"""
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
+# Outermost (slowest link tolerated) to innermost (TP, contiguous inside a node). `ep` is not a mesh
+# dimension of its own: it is carved out of dp_shard × cp × tp.
+MESH_ORDER = ("dp_replicate", "pp", "dp_shard", "cp", "tp")
+
+Schedule = Literal["1f1b"]
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelDims:
+    """The degree of each axis. world_size = dp_replicate × dp_shard × cp × tp × pp."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    order: tuple[str, ...] = MESH_ORDER
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Degrees in mesh order."""
+        return tuple(getattr(self, axis) for axis in self.order)
+
+    @property
+    def dp(self) -> int:
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def fsdp(self) -> int:
+        return self.dp_shard * self.cp
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Mesh coordinate of a global rank, row-major over `order`."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside the world of {self.world_size} ranks")
+        coordinate = {}
+        for axis in reversed(self.order):
+            rank, coordinate[axis] = divmod(rank, getattr(self, axis))
+        return {axis: coordinate[axis] for axis in self.order}
+
+    def rank(self, **coordinate: int) -> int:
+        """Global rank of a mesh coordinate; axes not named are 0."""
+        rank = 0
+        for axis in self.order:
+            rank = rank * getattr(self, axis) + coordinate.get(axis, 0)
+        return rank
+
+    def dp_index(self, coordinate: dict[str, int]) -> int:
+        """Which of the `dp` data-parallel shares of the batch this coordinate computes."""
+        return coordinate["dp_replicate"] * self.dp_shard + coordinate["dp_shard"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Everything about how one step is computed that does not change its result."""
+
+    dims: ParallelDims
+    microbatch_size: int  # sequences
+    num_microbatches: int  # per data-parallel share
+    layers_per_stage: tuple[int, ...]  # one entry per pipeline stage, sums to num_layers
+    sequence_parallel: bool = True
+    schedule: Schedule = "1f1b"
+    recompute: Recompute = "none"
+    reshard_after_forward: bool = True  # False is ZeRO-2: parameters stay gathered from forward to backward
+
+    @property
+    def slots(self) -> int:
+        """Sequences computed per step: microbatch_size × num_microbatches × dp."""
+        return self.microbatch_size * self.num_microbatches * self.dims.dp
+
+    def flat(self) -> dict:
+        """The published JSON form: degrees and the rest on one level."""
+        dims = {axis: getattr(self.dims, axis) for axis in AXES}
+        return dims | {
+            "microbatch_size": self.microbatch_size,
+            "num_microbatches": self.num_microbatches,
+            "schedule": self.schedule,
+            "recompute": self.recompute,
+            "sequence_parallel": self.sequence_parallel,
+            "reshard_after_forward": self.reshard_after_forward,
+            "layers_per_stage": list(self.layers_per_stage),
+            "mesh_order": list(self.dims.order),
+        }
+
+    def __str__(self) -> str:
+        degrees = [f"{axis}={getattr(self.dims, axis)}" for axis in AXES if getattr(self.dims, axis) > 1]
+        return " ".join([*(degrees or ["single rank"]), f"mb={self.microbatch_size}×{self.num_microbatches}"])
+
+
+def split_layers(num_layers: int, pp: int) -> tuple[int, ...]:
+    """Layers per stage, as even as possible; the surplus goes to the middle stages, because the first
+    also computes the embedding and the last the output projection and the loss."""
+    base, surplus = divmod(num_layers, pp)
+    order = sorted(range(pp), key=lambda stage: (min(stage, pp - 1 - stage) == 0, stage))
+    extra = set(order[:surplus])
+    return tuple(base + (stage in extra) for stage in range(pp))
