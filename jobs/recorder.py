@@ -1,0 +1,47 @@
+"""A rank's voice: reports to the agent of its node over a Unix socket.
+
+Called by the trainer and by the fork server's rank wrapper. A rank without an agent (a test, a trainer
+started by hand) reports to nobody. Sending never blocks a step for long: the agent only queues.
+"""
+import os
+import socket
+import time
+from typing import Any
+
+from jobs.spec.events import RankProgress, encode
+
+AGENT_SOCKET = "ORC_AGENT_SOCKET"  # path of the agent's Unix socket, in the rank's environment
+SEND_TIMEOUT_S = 30.0  # an agent that does not read for so long is dead or stopped
+
+
+class Recorder:
+    """Connects on construction; `socket_path` None means: report to nobody."""
+
+    def __init__(self, socket_path: str | None, *, attempt: int, rank: int) -> None:
+        self.attempt = attempt
+        self.rank = rank
+        self.step = 0  # last step announced, for whoever reports this rank's end
+        self._socket: socket.socket | None = None
+        if socket_path is not None:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._socket.settimeout(SEND_TIMEOUT_S)
+            self._socket.connect(socket_path)
+
+    @classmethod
+    def from_environment(cls, *, attempt: int) -> "Recorder":
+        return cls(os.environ.get(AGENT_SOCKET), attempt=attempt, rank=int(os.environ["RANK"]))
+
+    def report(self, message: Any) -> None:
+        """Send one report of jobs.spec.events. Raises OSError if the agent is gone."""
+        if self._socket is not None:
+            self._socket.sendall(encode(message))
+
+    def progress(self, step: int, phase: str) -> None:
+        """Announce that this rank enters `phase` while computing update number `step` + 1."""
+        self.step = step
+        self.report(RankProgress(attempt=self.attempt, rank=self.rank, step=step, phase=phase, t=time.time()))
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
