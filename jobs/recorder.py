@@ -10,7 +10,7 @@ from typing import Any
 
 from jobs.spec.events import RankProgress, encode
 
-AGENT_SOCKET = "ORC_AGENT_SOCKET"  # path of the agent's Unix socket, in the rank's environment
+AGENT_SOCKET = "ORC_AGENT_SOCKET"  # the agent's Unix socket, in the rank's environment; "@…" is an abstract name
 SEND_TIMEOUT_S = 30.0  # an agent that does not read for so long is dead or stopped
 
 
@@ -25,7 +25,7 @@ class Recorder:
         if socket_path is not None:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._socket.settimeout(SEND_TIMEOUT_S)
-            self._socket.connect(socket_path)
+            self._socket.connect(socket_path.replace("@", "\0", 1))
 
     @classmethod
     def from_environment(cls, *, attempt: int) -> "Recorder":

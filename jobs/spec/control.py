@@ -1,9 +1,11 @@
 """What supervisor and agents say to each other, beside the reports of jobs.spec.events.
 
-Newline-delimited JSON over one TCP connection per agent; a connection proves that it knows the run's
-secret (HMAC over the supervisor's nonce) before anything else is read. Every order carries the
+Newline-delimited JSON over one TCP connection per agent. Both ends prove that they know the run's
+secret (HMAC over the other's nonce) before anything else is believed. Every order carries the
 supervisor's `term`: an agent refuses a lower one than it has seen.
 """
+import hashlib
+import hmac
 from dataclasses import dataclass
 
 from jobs.spec.events import (AgentReport, FaultInjected, NodeSample, RankError, RankExit, RankFinished, ShardReport,
@@ -11,6 +13,15 @@ from jobs.spec.events import (AgentReport, FaultInjected, NodeSample, RankError,
 from jobs.spec.job import JobSpec, RankSlot
 
 LINE_LIMIT = 64 * 2**20  # asyncio's own limit is 64 KiB; a traceback or a job spec may be longer
+
+
+def prove(secret: str, nonce: str) -> str:
+    """HMAC-SHA256(secret, nonce), hex: knowledge of the secret without saying it."""
+    return hmac.new(secret.encode(), nonce.encode(), hashlib.sha256).hexdigest()
+
+
+def proves(secret: str, nonce: str, proof: str) -> bool:
+    return hmac.compare_digest(prove(secret, nonce), proof)
 
 
 # ------------------------------------------------------------------ connection
@@ -23,7 +34,8 @@ class Challenge:
 class Hello:
     """First line of an agent."""
 
-    proof: str  # HMAC-SHA256(secret, nonce), hex
+    proof: str  # over the supervisor's nonce
+    nonce: str  # the agent's own, for the supervisor to prove
     node: str
     host: str
     address: str  # where other nodes reach this one
@@ -51,10 +63,12 @@ class CommandAccepted:
 # ------------------------------------------------------------------ supervisor → agent
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Welcome:
+    proof: str  # over the agent's nonce
     term: int
     ack_seq: int  # reports up to here are recorded: resend what follows
     heartbeat_s: float
     sample_s: float
+    orphan_s: float  # without a supervisor for so long an agent ends its ranks and itself
     preload: bool  # start a fork server with the training core loaded
 
 

@@ -46,6 +46,7 @@ class JobSpec:
     faults: tuple[FaultSpec, ...] = ()
     command: tuple[str, ...] | None = None  # exec'd instead of the built-in trainer
     dist_timeout_s: float = 600.0  # of a collective
+    threads_per_rank: int | None = None  # OMP_NUM_THREADS; None: the node's CPUs / its ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

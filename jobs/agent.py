@@ -1,0 +1,263 @@
+"""The agent of a node: obeys the supervisor, keeps the node's ranks, and tells what happens to them.
+
+Started once per node (spares too) by the supervisor's launcher. asyncio, never imports torch. One
+authenticated TCP connection to the supervisor carries everything; reports are spooled and sent again
+after a reconnect. Ranks are forked by a fork server, this process's child, and never outlive it.
+"""
+import argparse
+import asyncio
+import collections
+import os
+import secrets
+import signal
+import socket
+import struct
+import sys
+import time
+from pathlib import Path
+
+from jobs import node as node_facts
+from jobs.process import adopt_orphans
+from jobs.ranks import Ranks
+from jobs.recorder import AGENT_SOCKET
+from jobs.spec.control import (LINE_LIMIT, Ack, Challenge, Heartbeat, Hello, Kill, Killed, Prepare, Prepared,
+                               PrepareFailed, Shutdown, Spooled, Start, ToAgent, Welcome, prove, proves)
+from jobs.spec.events import RankProgress, RankReport, decode, encode, kind_of
+from jobs.spec.load import to_dict
+from jobs.spec.rundir import RunDir
+
+RETRY_S = 0.5  # between attempts to reach the supervisor
+FIRST_CONTACT_S = 60.0  # to be welcomed for the first time
+HEAR_OUT_S = 5.0  # for the last lines of a dead rank; a child of its own may hold the connection open
+_UCRED = struct.Struct("3i")  # pid, uid, gid
+
+
+class Agent:
+    """State of one node: its ranks, the reports not yet acknowledged, and the highest term obeyed."""
+
+    def __init__(self, *, node: str, run_dir: RunDir, supervisor: tuple[str, int]) -> None:
+        self.node = node
+        self.supervisor = supervisor
+        self.secret = run_dir.secret.read_text().strip()
+        self.spool: collections.deque[Spooled] = collections.deque()
+        self.seq = 0
+        self.term = 0
+        self.welcome: Welcome | None = None
+        self.writer: asyncio.StreamWriter | None = None
+        self.address = ""
+        self.last_contact = time.monotonic()
+        self.done = asyncio.Event()
+        self.socket_name = f"@orc-agent-{os.getpid()}-{secrets.token_hex(8)}"
+        self.background: set[asyncio.Task] = set()  # orders that take a while; asyncio itself keeps no reference
+        self.conversations: dict[int, set[asyncio.Task]] = {}  # rank pid → its open connections
+        self.ranks = Ranks(node=node, run_dir=run_dir, report=self.report, heard_out=self._heard_out,
+                           extra_env={AGENT_SOCKET: self.socket_name, "ORC_AGENT_PID": str(os.getpid()),
+                                      "ORC_RUN_DIR": str(run_dir.path)})
+
+    async def run(self) -> None:
+        """Until the supervisor says shutdown, or stays away for too long."""
+        adopt_orphans()
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self.done.set)
+        loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C is the supervisor's to answer
+        server = await asyncio.start_unix_server(self._serve_rank, self.socket_name.replace("@", "\0", 1),
+                                                 limit=LINE_LIMIT)
+        tasks = [asyncio.create_task(t) for t in (self._stay_connected(), self._heartbeat(), self._sample(),
+                                                  self.done.wait())]
+        try:
+            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()  # a defect in one of the loops ends the agent loudly
+        finally:
+            for task in tasks:
+                task.cancel()
+            server.close()
+            await self.ranks.close()
+            if self.writer is not None:
+                self.writer.close()
+
+    # -------------------------------------------------------------- supervisor
+    async def _stay_connected(self) -> None:
+        while not self.done.is_set():
+            try:
+                await self._converse()
+            except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
+                say(f"no connection to the supervisor at {self.supervisor[0]}:{self.supervisor[1]}: {error}")
+            self.writer = None
+            patience = self.welcome.orphan_s if self.welcome else FIRST_CONTACT_S
+            if time.monotonic() - self.last_contact > patience:
+                say(f"no supervisor for {patience:.0f} s: ending this node's ranks")
+                return
+            await asyncio.sleep(RETRY_S)
+
+    async def _converse(self) -> None:
+        reader, writer = await asyncio.open_connection(*self.supervisor, limit=LINE_LIMIT)
+        try:
+            self.address = writer.get_extra_info("sockname")[0]
+            await self._introduce(reader, writer)
+            self.writer = writer
+            for spooled in list(self.spool):
+                self._send(spooled)
+            while line := await reader.readline():
+                self.last_contact = time.monotonic()
+                await self._obey(decode(line, ToAgent, origin="supervisor"))
+            say("the supervisor closed the connection")
+        finally:
+            writer.close()
+
+    async def _introduce(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        challenge = decode(await _read_line(reader), Challenge | Welcome, origin="supervisor")
+        nonce = secrets.token_hex(16)
+        writer.write(encode(Hello(
+            proof=prove(self.secret, challenge.nonce), nonce=nonce, node=self.node, host=socket.gethostname(),
+            address=self.address, pid=os.getpid(), gpus=_count_gpus(), term=self.term, attempt=self.ranks.attempt,
+            last_seq=self.seq)))
+        welcome = decode(await _read_line(reader), Challenge | Welcome, origin="supervisor")
+        if not proves(self.secret, nonce, welcome.proof):
+            raise ConnectionError("it does not know this run's secret")
+        if welcome.term < self.term:
+            raise ConnectionError(f"its term {welcome.term} is over; {self.term} has been seen")
+        self.welcome, self.term, self.last_contact = welcome, welcome.term, time.monotonic()
+        self._acknowledge(welcome.ack_seq)
+        if welcome.preload:
+            await self.ranks.start_fork_server(preload=True)
+
+    async def _obey(self, order) -> None:
+        if isinstance(order, Ack):
+            self._acknowledge(order.seq)
+            return
+        if order.term < self.term:
+            say(f"refused {kind_of(type(order))} of term {order.term}: {self.term} has been seen")
+            return
+        match order:
+            case Prepare(attempt=attempt, pick_port=pick_port):
+                self._in_background(self._prepare(attempt, pick_port))
+            case Start():
+                await self.ranks.start(order, address=self.address)
+            case Kill(attempt=attempt, grace_s=grace_s):
+                self._in_background(self._kill(attempt, grace_s))
+            case Shutdown(reason=reason):
+                say(f"shutdown: {reason}")
+                self.done.set()
+
+    def _in_background(self, work) -> None:
+        task = asyncio.create_task(work)
+        self.background.add(task)
+        task.add_done_callback(self.background.discard)
+
+    async def _prepare(self, attempt: int, pick_port: bool) -> None:
+        try:
+            await self.ranks.prepare(attempt, preload=self.welcome.preload)
+            self._send(Prepared(attempt=attempt, port=_pick_port() if pick_port else None))
+        except (OSError, RuntimeError) as error:
+            self._send(PrepareFailed(attempt=attempt, reason=str(error)))
+
+    async def _kill(self, attempt: int, grace_s: float) -> None:
+        await self.ranks.kill(grace_s)
+        self._send(Killed(attempt=attempt))
+
+    # -------------------------------------------------------------- reports
+    def report(self, report) -> None:
+        """Spool a report until the supervisor acknowledges it."""
+        self.seq += 1
+        data = {"kind": kind_of(type(report))} | to_dict(report)
+        self.spool.append(Spooled(seq=self.seq, report=data))
+        self._send(self.spool[-1])
+
+    def _acknowledge(self, seq: int) -> None:
+        while self.spool and self.spool[0].seq <= seq:
+            self.spool.popleft()
+
+    def _send(self, message) -> None:
+        if self.writer is not None and not self.writer.is_closing():
+            self.writer.write(encode(message))
+
+    async def _serve_rank(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        credentials = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+        pid, uid, _ = _UCRED.unpack(credentials)
+        if uid != os.getuid():  # an abstract socket has no file permissions
+            writer.close()
+            return
+        task = asyncio.current_task()
+        self.conversations.setdefault(pid, set()).add(task)
+        try:
+            while line := await reader.readline():
+                report = decode(line, RankReport, origin="rank")
+                if isinstance(report, RankProgress):
+                    self.ranks.note_progress(report)
+                else:
+                    self.report(report)
+        except ConnectionResetError:
+            pass  # the rank was killed: its exit is told by the fork server
+        finally:
+            self.conversations.get(pid, set()).discard(task)
+            writer.close()
+
+    async def _heard_out(self, pid: int) -> None:
+        """Wait until all that a dead process had sent is read: its exit must be the last thing told of it."""
+        if open_connections := self.conversations.pop(pid, None):
+            await asyncio.wait(open_connections, timeout=HEAR_OUT_S)
+
+    async def _heartbeat(self) -> None:
+        while True:
+            await asyncio.sleep(self.welcome.heartbeat_s if self.welcome else RETRY_S)
+            self._send(Heartbeat(node=self.node, t=time.time(), attempt=self.ranks.attempt, ranks=self.ranks.states()))
+
+    async def _sample(self) -> None:
+        gpus = _count_gpus() > 0
+        while True:
+            await asyncio.sleep(self.welcome.sample_s if self.welcome else RETRY_S)
+            if self.welcome:
+                self.report(await node_facts.sample(self.node, gpus=gpus))
+
+
+
+
+async def _read_line(reader: asyncio.StreamReader) -> bytes:
+    line = await reader.readline()
+    if not line:
+        raise ConnectionError("it closed the connection (another secret, or not a node of this run)")
+    return line
+
+
+def _count_gpus() -> int:
+    """GPUs this job may use: what Slurm gave, else the driver's device files."""
+    given = os.environ.get("SLURM_STEP_GPUS") or os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given:
+        return len(given.split(","))
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def _pick_port() -> int:
+    """A free port for the ranks' rendezvous, outside the range that outgoing connections take theirs from."""
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = range(max(1024, low - 10_000), low) if low > 2048 else range(10_000, 20_000)
+    for _ in range(100):
+        port = secrets.choice(ports)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+                return port
+            except OSError:
+                continue  # taken
+    raise RuntimeError(f"no free port found in {ports.start}-{ports.stop - 1}")
+
+
+def say(message: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} agent: {message}", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m jobs.agent", description=__doc__)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--supervisor", required=True, help="HOST:PORT")
+    parser.add_argument("--node", default=os.environ.get("SLURMD_NODENAME"), help="default: $SLURMD_NODENAME")
+    args = parser.parse_args()
+    if not args.node:
+        parser.error("--node is needed outside Slurm")
+    host, _, port = args.supervisor.rpartition(":")
+    asyncio.run(Agent(node=args.node, run_dir=RunDir(args.run_dir), supervisor=(host, int(port))).run())
+
+
+if __name__ == "__main__":
+    main()
