@@ -22,8 +22,7 @@ from jobs.ranks import Ranks
 from jobs.recorder import AGENT_SOCKET
 from jobs.spec.control import (LINE_LIMIT, Ack, Challenge, Heartbeat, Hello, Kill, Killed, Prepare, Prepared,
                                PrepareFailed, Shutdown, Spooled, Start, ToAgent, Welcome, prove, proves)
-from jobs.spec.events import RankProgress, RankReport, decode, encode, kind_of
-from jobs.spec.load import to_dict
+from jobs.spec.events import RankProgress, RankReport, decode, encode, kind_of, to_wire
 from jobs.spec.rundir import RunDir
 
 RETRY_S = 0.5  # between attempts to reach the supervisor
@@ -160,8 +159,7 @@ class Agent:
     def report(self, report) -> None:
         """Spool a report until the supervisor acknowledges it."""
         self.seq += 1
-        data = {"kind": kind_of(type(report))} | to_dict(report)
-        self.spool.append(Spooled(seq=self.seq, report=data))
+        self.spool.append(Spooled(seq=self.seq, report=to_wire(report)))
         self._send(self.spool[-1])
 
     def _acknowledge(self, seq: int) -> None:

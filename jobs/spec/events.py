@@ -2,7 +2,7 @@
 
 The supervisor is the only writer of the history; status, reports, the goodput ledger and W&B are its
 readers. Reports travel rank → agent → supervisor as one JSON object per line. Each dataclass is one
-kind of line; `kind` is its class name in snake_case.
+kind of line; its key `event` is the class name in snake_case.
 """
 import json
 import re
@@ -252,18 +252,26 @@ Event = (StepReport | RankError | FaultInjected | RankFinished | RankExit | Node
          | RunEnded)
 
 
-def encode(message: Any) -> bytes:
-    """Dataclass → one JSON line, `kind` first."""
-    return json.dumps({"kind": kind_of(type(message))} | to_dict(message), allow_nan=True).encode() + b"\n"
+def to_wire(message: Any) -> dict[str, Any]:
+    """Dataclass → JSON-able data; `event` names its class."""
+    return {"event": kind_of(type(message))} | to_dict(message)
 
 
-def decode(line: bytes | str, union: Any, *, origin: str = "") -> Any:
-    """One JSON line → the dataclass of `union` that its `kind` names. Raises SpecError or ValueError."""
-    data = json.loads(line)
-    kind = data.pop("kind", None)
+def from_wire(data: dict[str, Any], union: Any, *, origin: str = "message") -> Any:
+    """The inverse of to_wire for the classes of `union`. Raises SpecError or ValueError."""
     classes = {kind_of(cls): cls for cls in union.__args__}
-    if kind not in classes:
-        raise ValueError(f"{origin or 'message'}: unknown kind {kind!r}; known: {', '.join(sorted(classes))}")
-    return from_dict(classes[kind], data, origin=origin)
+    fields = dict(data)
+    name = fields.pop("event", None)
+    if name not in classes:
+        raise ValueError(f"{origin}: unknown event {name!r}; known: {', '.join(sorted(classes))}")
+    return from_dict(classes[name], fields, origin=origin)
 
 
+def encode(message: Any) -> bytes:
+    """Dataclass → one JSON line."""
+    return json.dumps(to_wire(message)).encode() + b"\n"
+
+
+def decode(line: bytes | str, union: Any, *, origin: str = "message") -> Any:
+    """One JSON line → the dataclass of `union` that it names. Raises SpecError or ValueError."""
+    return from_wire(json.loads(line), union, origin=origin)

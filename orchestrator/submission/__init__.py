@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-# "unknown" is what we say when Slurm gives no answer: it is neither failed nor fine.
+# "unknown" is what we say when Slurm gives no answer: it is neither failed nor fine. "ended" is a job that is
+# certainly over while nobody but the run's own history can say how it went.
 JobState = Literal["pending", "running", "completed", "failed", "cancelled", "time_limit", "preempted", "node_failure",
-                   "unknown"]
+                   "ended", "unknown"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,185 @@
+"""orc: the command line. Each command reads as its sentence; the work is done elsewhere.
+
+The only file that sees everything above it. Exit codes: 0 done, 1 the run failed, 2 refused input,
+3 stopped before its end.
+"""
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from jobs.spec.load import SpecError
+from jobs.spec.rundir import RunDir
+from orchestrator.config import RunConfig
+from orchestrator.load import load
+from orchestrator.planner import Plan, plan, plan_json
+from orchestrator.planner.show import show_plan
+from orchestrator.submission import Executor, SubmissionError
+from orchestrator.submission.assemble import assemble_request
+from orchestrator.submission.local import LocalExecutor
+from orchestrator.submission.prepare import prepare, submit as submit_run
+from orchestrator.submission.slurm import SlurmExecutor
+from orchestrator.monitoring.history import HistoryError
+from orchestrator.runs import Run, find_run, follow_run, stop_run
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
+                  context_settings={"help_option_names": ["-h", "--help"]})
+console = Console()
+
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="the run's YAML, e.g. configs/runs/demo.yaml")]
+Overrides = Annotated[list[str], typer.Argument(metavar="[KEY=VALUE]…", help="e.g. parallel.tp=4 cluster=slurm",
+                                                show_default=False)]
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="a run's name, or its directory")]
+Root = Annotated[Path, typer.Option(help="where run directories lie", envvar="ORC_ROOT")]
+Json = Annotated[bool, typer.Option("--json", help="for machines")]
+EMPTY: list[str] = []
+
+
+@app.callback()
+def orc() -> None:
+    """Plan, place, submit, train, survive, see: 3D-parallel training on Slurm from one YAML."""
+
+
+@app.command("plan")
+def plan_command(run_file: RunFile, overrides: Overrides = EMPTY, as_json: Json = False) -> None:
+    """Choose the layout, with its predicted cost, and say why the others lost."""
+    made = make_plan(load(run_file, overrides))
+    if made is None:
+        raise SystemExit("this run has a `command:`: it lays itself out, there is nothing to plan")
+    if as_json:
+        print(json.dumps(plan_json(made), indent=1))
+    else:
+        show_plan(made, console)
+
+
+@app.command()
+def run(run_file: RunFile, overrides: Overrides = EMPTY,
+        detach: Annotated[bool, typer.Option("--detach", "-d", help="do not follow")] = False) -> None:
+    """Plan, submit and follow to the end. Ctrl-C stops the run; `orc resume` continues it."""
+    config = load(run_file, overrides)
+    made = make_plan(config)
+    if made is not None:
+        show_plan(made, console, brief=True)
+    job_id = start(config, made)
+    if not detach:
+        raise SystemExit(follow_run(Run(RunDir(config.run_dir), job_id, executor_for(config)), console))
+
+
+@app.command()
+def submit(run_file: RunFile, overrides: Overrides = EMPTY,
+           dry_run: Annotated[bool, typer.Option("--dry-run", help="print the exact script, submit nothing")] = False) -> None:
+    """Plan and submit one job; `orc status` follows."""
+    config = load(run_file, overrides)
+    made = make_plan(config)
+    if dry_run:
+        print(executor_for(config).preview(assemble_request(config), config.run_dir), end="")
+        return
+    if made is not None:
+        show_plan(made, console, brief=True)
+    start(config, made)
+
+
+@app.command()
+def resume(name: RunName, root: Root = Path("runs"),
+           detach: Annotated[bool, typer.Option("--detach", "-d", help="do not follow")] = False) -> None:
+    """Continue a run that has ended, from its newest committed checkpoint."""
+    found = find_run(name, root)
+    found.refuse_if_alive()
+    config = load(found.run_dir.config)
+    offset = found.run_dir.events.stat().st_size if found.run_dir.events.exists() else 0
+    job_id = submit_run(config, found.run_dir, found.executor)
+    console.print(f"resumed [bold]{config.run}[/] as job {job_id}", highlight=False)
+    if not detach:
+        raise SystemExit(follow_run(Run(found.run_dir, job_id, found.executor), console, offset=offset))
+
+
+@app.command()
+def stop(name: RunName, root: Root = Path("runs"),
+         reason: Annotated[str, typer.Option(help="is recorded in the run's history")] = "") -> None:
+    """End a run now. What was committed stays; `orc resume` continues from there."""
+    console.print(stop_run(find_run(name, root), reason), highlight=False)
+
+
+@app.command()
+def status(name: RunName, root: Root = Path("runs"), as_json: Json = False) -> None:
+    """Where a run stands: state, attempts, last steps, nodes, checkpoints, W&B."""
+    from orchestrator.monitoring.status import show_status
+
+    found = find_run(name, root)
+    summary = found.summarize()
+    if as_json:
+        print(found.summary_json(summary))
+    else:
+        show_status(summary, found.events(), run_dir=found.run_dir, console=console)
+
+
+@app.command()
+def report(name: RunName, root: Root = Path("runs"), as_json: Json = False) -> None:
+    """A run in depth: attempts, diagnoses, decisions, loss curve (PNG), throughput, goodput."""
+    from orchestrator.monitoring.status import show_report
+
+    found = find_run(name, root)
+    summary = found.summarize()
+    if as_json:
+        print(found.summary_json(summary))
+    else:
+        show_report(summary, found.events(), run_dir=found.run_dir, console=console)
+
+
+@app.command()
+def logs(name: RunName, root: Root = Path("runs"),
+         attempt: Annotated[int | None, typer.Option(help="default: the newest")] = None,
+         rank: Annotated[int | None, typer.Option(help="a rank's output; default: the supervisor's")] = None,
+         node: Annotated[str | None, typer.Option(help="a node's agent")] = None,
+         lines: Annotated[int, typer.Option("--lines", "-n")] = 40) -> None:
+    """The last lines of a rank's, an agent's or the supervisor's log."""
+    path = find_run(name, root).log(attempt=attempt, rank=rank, node=node)
+    console.print(f"[dim]{path}[/]", highlight=False, soft_wrap=True)
+    sys.stdout.write("".join(path.read_text(errors="replace").splitlines(keepends=True)[-lines:]))
+
+
+def make_plan(config: RunConfig) -> Plan | None:
+    """None for a `command:`."""
+    if config.command is not None:
+        return None
+    return plan(config.model, training=config.training, cluster=config.cluster, request=config.parallel,
+                headroom=config.memory.headroom, allow_tp_across_nodes=config.placement.allow_tp_across_nodes,
+                num_nodes=config.cluster.num_nodes - config.placement.spares, mfu_convention=config.mfu_convention)
+
+
+def start(config: RunConfig, made: Plan | None) -> str:
+    """Prepare and submit; if the submission is refused, nothing is left behind."""
+    import shutil
+
+    run_dir = prepare(config, made)
+    try:
+        job_id = submit_run(config, run_dir, executor_for(config))
+    except (SubmissionError, SpecError):
+        shutil.rmtree(run_dir.path)
+        raise
+    console.print(f"submitted [bold]{config.run}[/] as job {job_id}; everything about it is in {run_dir.path}",
+                  highlight=False, soft_wrap=True)
+    return job_id
+
+
+def executor_for(config: RunConfig) -> Executor:
+    return LocalExecutor() if config.cluster.kind == "local" else SlurmExecutor()
+
+
+def main() -> None:
+    try:
+        app()
+    except SpecError as error:
+        for problem in error.problems:
+            print(f"orc: {problem}", file=sys.stderr)
+        sys.exit(2)
+    except (SubmissionError, HistoryError) as error:
+        print(f"orc: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

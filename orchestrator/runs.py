@@ -1,0 +1,151 @@
+"""Runs that exist: finding one by name, asking how it is, following it, stopping it.
+
+Used by the CLI on any machine that sees the run directory; it reads files and asks the scheduler, and
+the one thing it may tell a supervisor is to stop.
+"""
+import json
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from jobs.spec.control import Challenge, Command, CommandAccepted, prove
+from jobs.spec.events import Event, RunEnded, RunStarted, decode, encode
+from jobs.spec.load import Problem, SpecError, suggest
+from jobs.spec.rundir import RunDir
+from orchestrator.load import load
+from orchestrator.monitoring.history import read_history, read_submissions
+from orchestrator.monitoring.status import Progress
+from orchestrator.monitoring.summary import RunSummary, summarize, summary_json
+from orchestrator.submission import Executor, JobState
+from orchestrator.submission.local import LocalExecutor
+from orchestrator.submission.slurm import SlurmExecutor
+
+FOLLOW_S = 0.2  # between looks at the history
+STATE_S = 10.0  # between questions to the scheduler while following
+STOP_CONNECT_S = 5.0
+EXIT_CODES = {"completed": 0, "failed": 1, "stopped": 3}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run directory with the job that last worked on it."""
+
+    run_dir: RunDir
+    job_id: str | None
+    executor: Executor
+
+    def events(self) -> list[Event]:
+        return read_history(self.run_dir.events)[0]
+
+    def job_state(self) -> JobState:
+        return self.executor.state(self.job_id) if self.job_id else "unknown"
+
+    def summarize(self) -> RunSummary:
+        return summarize(self.events(), run_dir=self.run_dir, submissions=read_submissions(self.run_dir.submissions),
+                         job_state=self.job_state(), now=time.time())
+
+    def summary_json(self, summary: RunSummary) -> str:
+        return summary_json(summary)
+
+    def refuse_if_alive(self) -> None:
+        """Two supervisors must never work on one run."""
+        state = self.job_state()
+        if state in ("running", "pending") and not _has_ended(self.events()):
+            raise SpecError([Problem(where="run", value=self.run_dir.path.name,
+                                     message=f"is still {state} as job {self.job_id}; `orc stop` ends it")])
+
+    def log(self, *, attempt: int | None, rank: int | None, node: str | None) -> Path:
+        """Path of one log. Raises SpecError with those that exist."""
+        if node is not None:
+            path = self.run_dir.agent_log(node)
+        elif rank is not None:
+            attempts = sorted(int(p.name) for p in (self.run_dir.path / "attempts").glob("[0-9]*"))
+            path = self.run_dir.rank_log(attempt or (attempts or [1])[-1], rank)
+        else:
+            path = self.run_dir.supervisor_log
+        if not path.exists():
+            there = sorted(p.name for p in path.parent.glob("*")) if path.parent.is_dir() else []
+            raise SpecError([Problem(where="log", value=str(path), message=f"does not exist; {suggest(path.name, there)}")])
+        return path
+
+
+def find_run(name: str, root: Path) -> Run:
+    """By directory, or by name under `root`. Raises SpecError."""
+    for path in (Path(name), root / name):
+        run_dir = RunDir(path.expanduser().resolve())
+        if run_dir.config.is_file():
+            submissions = read_submissions(run_dir.submissions)
+            kind = load(run_dir.config).cluster.kind
+            return Run(run_dir, submissions[-1].job_id if submissions else None,
+                       LocalExecutor() if kind == "local" else SlurmExecutor())
+    known = sorted(p.parent.name for p in root.glob("*/config.yaml"))
+    raise SpecError([Problem(where="run", value=name, message=f"is no run directory and no run under {root}; "
+                             f"{suggest(name, known) if known else 'there are none; set --root or ORC_ROOT'}")])
+
+
+def follow_run(run: Run, console: Console, *, offset: int = 0) -> int:
+    """Show the run's progress until it ends; Ctrl-C stops it. Returns the run's exit code."""
+    with Progress(console) as progress:
+        while True:
+            try:
+                ended = _follow(run, progress, offset)
+                break
+            except KeyboardInterrupt:
+                console.print(stop_run(run, "stopped by Ctrl-C"), highlight=False)
+    if ended is None:
+        console.print(f"job {run.job_id} is gone and its supervisor has not written an end; see "
+                      f"{run.run_dir.supervisor_log}", highlight=False, soft_wrap=True)
+        return 1
+    return EXIT_CODES[ended.state]
+
+
+def _follow(run: Run, progress: Progress, offset: int) -> RunEnded | None:
+    """None if the job ended without a word in the history."""
+    next_question = time.monotonic() + STATE_S
+    gone = False
+    while True:
+        events, offset = read_history(run.run_dir.events, offset)
+        progress.consume(events)
+        if ended := next((e for e in events if isinstance(e, RunEnded)), None):
+            return ended
+        if gone:
+            return None
+        if time.monotonic() >= next_question:
+            state, next_question = run.job_state(), time.monotonic() + STATE_S
+            gone = state not in ("pending", "running", "unknown")
+        time.sleep(FOLLOW_S)  # a file has no event to wait for on a shared file system
+
+
+def stop_run(run: Run, reason: str) -> str:
+    """Ask the supervisor to stop; if it cannot be reached, end its job. Returns what was done."""
+    if _has_ended(run.events()):
+        return f"{run.run_dir.path.name} has ended already"
+    try:
+        address = json.loads(run.run_dir.supervisor.read_text())
+        accepted = _command((address["address"], address["port"]), run.run_dir.secret.read_text().strip(), reason)
+        return f"{run.run_dir.path.name}: {accepted.message} (job {run.job_id})"
+    except (OSError, ValueError, KeyError) as error:
+        if run.job_id is None:
+            raise SpecError([Problem(where="run", value=run.run_dir.path.name, message="was never submitted")]) from error
+        run.executor.cancel(run.job_id)
+        return f"{run.run_dir.path.name}: its supervisor does not answer ({error}); job {run.job_id} was cancelled"
+
+
+def _command(address: tuple[str, int], secret: str, reason: str) -> CommandAccepted:
+    with socket.create_connection(address, timeout=STOP_CONNECT_S) as connection, connection.makefile("rwb") as lines:
+        challenge = decode(lines.readline(), Challenge | CommandAccepted, origin="supervisor")
+        lines.write(encode(Command(proof=prove(secret, challenge.nonce), verb="stop", reason=reason)))
+        lines.flush()
+        return decode(lines.readline(), Challenge | CommandAccepted, origin="supervisor")
+
+
+def _has_ended(events: list[Event]) -> bool:
+    for event in reversed(events):
+        if isinstance(event, RunEnded):
+            return True
+        if isinstance(event, RunStarted):
+            return False
+    return False

@@ -1,0 +1,37 @@
+"""assemble: config, layout and placement → JobSpec (for the ranks) and SlurmRequest (for Slurm). Pure.
+
+Called by the CLI (the request) and by the supervisor (one JobSpec per attempt).
+"""
+from pathlib import Path
+
+from jobs.spec.job import JobSpec
+from jobs.spec.parallel import Layout
+from jobs.spec.rundir import RunDir
+from orchestrator.config import RunConfig
+from orchestrator.submission import SlurmRequest
+
+
+def assemble_job(config: RunConfig, *, layout: Layout | None, world_size: int, run_dir: Path, attempt: int,
+                 resume_step: int | None) -> JobSpec:
+    """What the ranks of this attempt need to know. A `command:` has no layout: it plans for itself."""
+    dtype = config.training.param_dtype if config.training else "bfloat16"
+    return JobSpec(
+        run=config.run, attempt=attempt, run_dir=str(run_dir), device=config.cluster.device,
+        world_size=world_size, model=config.model, layout=layout,
+        training=config.training, data=config.data, tokens_path=str(RunDir(run_dir).tokens) if config.data else None,
+        checkpoint=config.checkpoint, resume_step=resume_step, peak_tflops=config.cluster.peak(dtype),
+        mfu_convention=config.mfu_convention,
+        faults=tuple(fault for fault in config.faults if fault.attempt == attempt),
+        command=tuple(config.command) if config.command else None,
+        threads_per_rank=config.cluster.threads_per_rank)
+
+
+def assemble_request(config: RunConfig) -> SlurmRequest:
+    """What to ask Slurm for."""
+    cluster, slurm = config.cluster, config.cluster.slurm
+    gres = slurm.gres or (None if cluster.device == "cpu" else f"gpu:{cluster.gpus_per_node}")
+    return SlurmRequest(
+        job_name=config.run, num_nodes=cluster.num_nodes, gres=gres, cpus_per_node=slurm.cpus_per_node,
+        mem_gb=slurm.mem_gb, time_min=slurm.time_min, partition=slurm.partition, account=slurm.account, qos=slurm.qos,
+        exclude=tuple(slurm.exclude), signal_lead_s=slurm.signal_lead_s, setup=tuple(slurm.setup),
+        extra=dict(slurm.extra))

@@ -1,0 +1,81 @@
+"""Virtual nodes on one machine, behind the same interfaces as Slurm: no allocation, no account.
+
+The supervisor runs detached in a session of its own and starts one agent per virtual node; everything
+above and below is what runs on a cluster.
+"""
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from jobs.spec.rundir import RunDir
+from orchestrator.submission import JobState, SlurmRequest, SubmissionError, agent_argv
+
+
+class LocalExecutor:
+    """Implements Executor. A job id is local-<pid>-<start time>: a pid alone may be used again."""
+
+    def preview(self, request: SlurmRequest, run_dir: Path) -> str:
+        return " ".join(_supervisor_argv(run_dir, request.num_nodes)) + "\n"
+
+    def submit(self, request: SlurmRequest, run_dir: Path) -> str:
+        log = RunDir(run_dir).supervisor_log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with log.open("ab") as out:
+                process = subprocess.Popen(_supervisor_argv(run_dir, request.num_nodes), stdin=subprocess.DEVNULL,
+                                           stdout=out, stderr=out, start_new_session=True)
+        except OSError as error:
+            raise SubmissionError(f"the supervisor could not be started: {error}") from error
+        return job_id_of(process.pid)
+
+    def state(self, job_id: str) -> JobState:
+        return "ended" if _find(job_id) is None else "running"
+
+    def cancel(self, job_id: str) -> None:
+        if (process := _find(job_id)) is not None:
+            process.send_signal(signal.SIGTERM)
+
+
+class LocalLauncher:
+    """Implements Launcher: virtual nodes node-0, node-1, … on 127.0.0.1."""
+
+    address = "127.0.0.1"
+
+    def __init__(self, num_nodes: int) -> None:
+        self.nodes = tuple(f"node-{i}" for i in range(num_nodes))
+        self.job_id = job_id_of(os.getpid())
+
+    async def start_agents(self, nodes: tuple[str, ...], *, run_dir: Path, port: int) -> list[asyncio.subprocess.Process]:
+        return [await self._start_agent(node, run_dir, port) for node in nodes]
+
+    async def _start_agent(self, node: str, run_dir: Path, port: int) -> asyncio.subprocess.Process:
+        log = RunDir(run_dir).agent_log(node)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as out:
+            return await asyncio.create_subprocess_exec(
+                *agent_argv(run_dir, address=self.address, port=port, node=node), stdin=subprocess.DEVNULL,
+                stdout=out, stderr=out)
+
+
+def job_id_of(pid: int) -> str:
+    return f"local-{pid}-{int(psutil.Process(pid).create_time() * 100)}"
+
+
+def _find(job_id: str) -> psutil.Process | None:
+    """The living process of a job id."""
+    pid = int(job_id.split("-")[1])
+    try:
+        process = psutil.Process(pid)
+        alive = process.is_running() and process.status() != psutil.STATUS_ZOMBIE and job_id_of(pid) == job_id
+        return process if alive else None
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _supervisor_argv(run_dir: Path, num_nodes: int) -> list[str]:
+    return [sys.executable, "-m", "orchestrator.supervision", str(run_dir), "--local-nodes", str(num_nodes)]

@@ -1,0 +1,1 @@
+"""The supervisor: hands out attempts, watches, decides. One per run, in the batch step of its allocation."""

@@ -1,0 +1,125 @@
+"""Checkpoints as the supervisor sees them: committing, choosing and pruning. It never reads a tensor.
+
+Ranks write their shards into a folder of the attempt's own and report files, sizes and checksums; once
+every rank has reported, the supervisor writes the manifest and renames the folder. A checkpoint exists
+if and only if it was renamed: there is no `latest` that could lie.
+"""
+import dataclasses
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+from jobs.spec.events import CheckpointCommitted, CheckpointSkipped, ShardReport
+from jobs.spec.job import JobSpec
+from jobs.spec.load import to_dict
+from jobs.spec.rundir import MANIFEST, RunDir
+
+
+class CommitError(RuntimeError):
+    """The ranks said they had written what is not there."""
+
+
+class Commits:
+    """Collects the shard reports of one attempt."""
+
+    def __init__(self, run_dir: RunDir, job: JobSpec) -> None:
+        self.run_dir = run_dir
+        self.job = job
+        self.pending: dict[int, dict[int, ShardReport]] = {}  # step → rank → report
+
+    def add(self, report: ShardReport) -> tuple[ShardReport, ...] | None:
+        """All reports of the step once it is complete, else None."""
+        reports = self.pending.setdefault(report.step, {})
+        reports[report.rank] = report
+        if len(reports) < self.job.world_size:
+            return None
+        return tuple(self.pending.pop(report.step).values())
+
+
+def commit(run_dir: RunDir, job: JobSpec, reports: tuple[ShardReport, ...]) -> CheckpointCommitted:
+    """Verify, write the manifest, rename. Blocking. Raises CommitError or OSError, and then nothing exists."""
+    step = reports[0].step
+    folder = run_dir.checkpoint_in_progress(step, job.attempt)
+    files = [file for report in reports for file in report.files]
+    for file in files:
+        path = folder / file.name
+        size = path.stat().st_size if path.is_file() else None
+        if size != file.size_bytes:
+            raise CommitError(f"{path}: its rank reported {file.size_bytes} bytes, "
+                              f"{'nothing is there' if size is None else f'{size} are there'}")
+    cursors = {report.data_cursor for report in reports}
+    if len(cursors) != 1:
+        raise CommitError(f"step {step}: the ranks disagree about the data cursor: {sorted(cursors)}")
+    committed = CheckpointCommitted(
+        t=time.time(), attempt=job.attempt, step=step, data_cursor=cursors.pop(),
+        size_bytes=sum(file.size_bytes for file in files), save_s=max(report.save_s for report in reports))
+    _write_manifest(folder, job, committed, files)
+    final = run_dir.checkpoint(step)
+    replaced = folder.with_suffix(".replaced.tmp")
+    if final.exists():  # computed again after a restart from an earlier one
+        os.rename(final, replaced)
+    os.rename(folder, final)
+    _sync(run_dir.checkpoints)
+    shutil.rmtree(replaced, ignore_errors=True)  # what is left of it remove_unfinished() finds
+    return committed
+
+
+def newest_usable(run_dir: RunDir, *, refused: frozenset[int], t: float) -> tuple[int | None, list[CheckpointSkipped]]:
+    """The newest committed step whose files are all there with their sizes, and why newer ones are not used.
+
+    `refused`: steps in which a rank found a wrong checksum.
+    """
+    skipped = []
+    for step in reversed(run_dir.committed_steps()):
+        reason = "a rank found it corrupt" if step in refused else _defect(run_dir.checkpoint(step))
+        if reason is None:
+            return step, skipped
+        skipped.append(CheckpointSkipped(t=t, step=step, reason=reason))
+    return None, skipped
+
+
+def prune(run_dir: RunDir, *, keep: int) -> None:
+    """Remove all but the newest `keep` committed checkpoints."""
+    for step in run_dir.committed_steps()[:-keep]:
+        doomed = run_dir.checkpoint(step)
+        (doomed / MANIFEST).unlink()  # first: a half-removed folder must not look committed
+        shutil.rmtree(doomed)
+
+
+def remove_unfinished(run_dir: RunDir) -> None:
+    """Remove what dead attempts began to write."""
+    for folder in run_dir.checkpoints.glob("step-*.tmp"):
+        shutil.rmtree(folder)
+
+
+def _write_manifest(folder: Path, job: JobSpec, committed: CheckpointCommitted, files: list) -> None:
+    manifest = {"step": committed.step, "attempt": job.attempt, "data_cursor": committed.data_cursor,
+                "world_size": job.world_size, "layout": job.layout.flat() if job.layout else None,
+                "model": to_dict(job.model), "seed": job.training.seed if job.training else None,
+                "files": [dataclasses.asdict(file) for file in files]}
+    with (folder / MANIFEST).open("w") as out:
+        json.dump(manifest, out, indent=1)
+        out.flush()
+        os.fsync(out.fileno())
+    _sync(folder)
+
+
+def _defect(folder: Path) -> str | None:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        for file in manifest["files"]:
+            if (folder / file["name"]).stat().st_size != file["size_bytes"]:
+                return f"{file['name']} does not have the size the manifest gives"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

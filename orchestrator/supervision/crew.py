@@ -1,0 +1,151 @@
+"""The crew: the agents of a run as the supervisor commands them. Start, prepare, fork, end, and who is lost.
+
+Turns what arrives on the channel into facts worth recording; it judges nothing and records nothing.
+"""
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+
+from jobs.spec.control import (Command, Heartbeat, Kill, Killed, Prepare, Prepared, PrepareFailed, Report, Shutdown,
+                               Spooled, Start)
+from jobs.spec.events import AgentJoined, AgentLost, from_wire, kind_of
+from jobs.spec.job import JobSpec
+from jobs.spec.rundir import RunDir
+from orchestrator.config import PolicySpec
+from orchestrator.placement import Placement
+from orchestrator.submission import Launcher
+from orchestrator.supervision.channel import Channel, Dropped, Joined, Received
+
+TICK_S = 0.25
+Fact = Report | AgentJoined | AgentLost | Command
+
+
+class CannotStart(Exception):
+    """An attempt could not be started; the message says why."""
+
+    def __init__(self, node: str, reason: str) -> None:
+        super().__init__(reason)
+        self.node = node
+
+
+class Crew:
+    """All agents of the allocation, spares included."""
+
+    def __init__(self, *, channel: Channel, launcher: Launcher, policy: PolicySpec, run_dir: RunDir, term: int) -> None:
+        self.channel = channel
+        self.launcher = launcher
+        self.policy = policy
+        self.run_dir = run_dir
+        self.term = term
+        self.port = 0
+        self.attempt = 0  # whose ranks have been ordered and not yet ended; 0: none
+        self.prepared: dict[str, Prepared | PrepareFailed] = {}
+        self.killed: set[str] = set()
+        self._absent: dict[str, tuple[float, str]] = {}  # node → since when, why
+        self._unacknowledged: list[tuple[str, int]] = []
+        self._launched: set[asyncio.Task] = set()
+
+    # -------------------------------------------------------------- facts
+    async def facts(self, *, timeout_s: float = TICK_S) -> list[Fact]:
+        """What has happened since the last call, waiting up to `timeout_s` for the first. Call recorded()
+        once they are on disk: only then may the agents forget them."""
+        found: list[Fact] = []
+        with contextlib.suppress(TimeoutError):
+            found += self._understand(await asyncio.wait_for(self.channel.inbox.get(), timeout_s))
+            while not self.channel.inbox.empty():
+                found += self._understand(self.channel.inbox.get_nowait())
+        return found + self._silent()
+
+    def recorded(self) -> None:
+        for node, seq in self._unacknowledged:
+            self.channel.acknowledge(node, seq)
+        self._unacknowledged.clear()
+
+    def _understand(self, item) -> list[Fact]:
+        match item:
+            case Joined(hello=hello, returned=returned):
+                self._absent.pop(hello.node, None)
+                if returned:
+                    return []
+                joined = AgentJoined(t=time.time(), node=hello.node, host=hello.host, pid=hello.pid, gpus=hello.gpus)
+                replaced = self.attempt != 0 and hello.attempt != self.attempt
+                return [joined] + ([self._lost(hello.node, "its agent was replaced by a new one")] if replaced else [])
+            case Dropped(node=node, reason=reason):
+                self._absent[node] = (time.monotonic(), reason)
+                return []
+            case Command():
+                return [item]
+            case Received(node=node, message=Spooled() as spooled):
+                self._unacknowledged.append((node, spooled.seq))
+                return [from_wire(spooled.report, Report, origin=node)] if self.channel.is_new(node, spooled) else []
+            case Received(node=node, message=Prepared() | PrepareFailed() as answer):
+                self.prepared[node] = answer
+                return []
+            case Received(node=node, message=Killed(attempt=attempt)):
+                self.killed |= {node} if attempt == self.attempt else set()
+                return []
+            case Received(message=Heartbeat()):
+                return []  # that it came is what counts: Channel.last_heard
+        raise TypeError(f"unexpected {kind_of(type(item))} in the channel's inbox")
+
+    def _silent(self) -> list[Fact]:
+        """Agents that have been gone or silent for too long."""
+        now = time.monotonic()
+        for node in self.channel.silent_for(self.policy.heartbeat_timeout_s):
+            self.channel.drop(node, f"no heartbeat for {self.policy.heartbeat_timeout_s:.0f} s")
+        overdue = [n for n, (since, _) in self._absent.items() if now - since > self.policy.reconnect_s]
+        return [self._lost(node, f"{self._absent.pop(node)[1]}, and it did not come back within "
+                           f"{self.policy.reconnect_s:.0f} s") for node in overdue]
+
+    def _lost(self, node: str, reason: str) -> AgentLost:
+        return AgentLost(t=time.time(), node=node, reason=reason)
+
+    # -------------------------------------------------------------- orders
+    def missing(self, nodes: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(node for node in nodes if not self.channel.connected(node))
+
+    async def launch(self, nodes: tuple[str, ...]) -> None:
+        """Start agents on nodes that have none; they connect by themselves."""
+        for process in await self.launcher.start_agents(nodes, run_dir=self.run_dir.path, port=self.port):
+            task = asyncio.create_task(process.wait())  # reap it; whether the agent lives its connection tells
+            self._launched.add(task)
+            task.add_done_callback(self._launched.discard)
+
+    def prepare(self, placement: Placement, attempt: int) -> None:
+        """Fork servers ready, no rank of an earlier attempt left, and a port picked on the first node."""
+        self.prepared.clear()
+        for index, node in enumerate(placement.nodes):
+            self.channel.send(node, Prepare(term=self.term, attempt=attempt, pick_port=index == 0))
+
+    def unprepared(self, placement: Placement) -> list[tuple[str, str]]:
+        """(node, reason) of every node that has not said it is ready."""
+        answers = {node: self.prepared.get(node) for node in placement.nodes}
+        return [(node, answer.reason if answer else "no answer") for node, answer in answers.items()
+                if not isinstance(answer, Prepared)]
+
+    def start(self, placement: Placement, job: JobSpec) -> None:
+        """Fork all ranks."""
+        self.attempt = job.attempt
+        first = placement.nodes[0]
+        for index, node in enumerate(placement.nodes):
+            self.channel.send(node, Start(
+                term=self.term, attempt=job.attempt, job=job, slots=placement.slots(node), node_index=index,
+                master_addr=self.channel.agents[first].address, master_port=self.prepared[first].port,
+                max_restarts=self.policy.max_restarts))
+
+    def end_ranks(self, placement: Placement, attempt: int) -> Callable[[], bool]:
+        """Order every rank's end; the condition returned holds once no reachable node has one left."""
+        self.killed.clear()
+        self.attempt = attempt
+        for node in placement.nodes:
+            self.channel.send(node, Kill(term=self.term, attempt=attempt, grace_s=self.policy.kill_grace_s))
+        return lambda: all(node in self.killed or not self.channel.connected(node) for node in placement.nodes)
+
+    async def dismiss(self, reason: str) -> None:
+        """Agents end, and with them whatever they have started."""
+        for node in self.launcher.nodes:
+            self.channel.send(node, Shutdown(term=self.term, reason=reason))
+        await self.channel.close()
+        if self._launched:
+            await asyncio.wait(self._launched, timeout=self.policy.heartbeat_timeout_s)

@@ -1,0 +1,60 @@
+"""observe: the reports of one attempt, folded into what is known about it. Pure.
+
+Nothing here judges: Health holds facts, in the order they arrived; diagnose draws the conclusion. Since
+Health is a fold over recorded events, every diagnosis can be derived again from events.jsonl.
+"""
+import dataclasses
+from dataclasses import dataclass
+
+from jobs.spec.events import (AgentLost, CheckpointCommitted, Event, FaultInjected, RankError, RankExit, RankFinished,
+                              StepReport)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Health:
+    """Facts about one attempt."""
+
+    attempt: int
+    world_size: int
+    nodes: tuple[str, ...]
+    exits: tuple[RankExit, ...] = ()
+    errors: tuple[RankError, ...] = ()
+    lost: tuple[AgentLost, ...] = ()
+    finished: frozenset[int] = frozenset()
+    faults: tuple[FaultInjected, ...] = ()
+    first_step: int | None = None
+    last_step: int | None = None
+    committed_step: int | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Something has happened after which this attempt cannot complete."""
+        return bool(self.lost) or any(e.exit_code != 0 for e in self.exits)
+
+    @property
+    def completed(self) -> bool:
+        """Every rank has ended with exit code 0."""
+        return not self.failed and len({e.rank for e in self.exits}) == self.world_size
+
+
+def observe(health: Health, event: Event) -> Health:
+    """Health after one more event. Events of other attempts and other kinds change nothing."""
+    if getattr(event, "attempt", health.attempt) != health.attempt:
+        return health
+    match event:
+        case RankExit():
+            return dataclasses.replace(health, exits=(*health.exits, event))
+        case RankError():
+            return dataclasses.replace(health, errors=(*health.errors, event))
+        case AgentLost():
+            return dataclasses.replace(health, lost=(*health.lost, event)) if event.node in health.nodes else health
+        case RankFinished():
+            return dataclasses.replace(health, finished=health.finished | {event.rank})
+        case FaultInjected():
+            return dataclasses.replace(health, faults=(*health.faults, event))
+        case StepReport(step=step):
+            first = step if health.first_step is None else health.first_step
+            return dataclasses.replace(health, first_step=first, last_step=max(step, health.last_step or 0))
+        case CheckpointCommitted(step=step):
+            return dataclasses.replace(health, committed_step=step)
+    return health

@@ -1,0 +1,286 @@
+"""The supervisor of a run: hands out attempts, watches, diagnoses, decides.
+
+Runs in the batch step of the allocation (or detached on one machine). It is the only writer of
+events.jsonl and of checkpoint manifests and keeps no state that is not in the run directory. It never
+imports torch.
+"""
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from jobs.spec.control import Command, Welcome
+from jobs.spec.events import (AgentJoined, AgentLost, AttemptEnded, AttemptStarted, CheckpointSkipped, Decision,
+                              Diagnosis, DiagnosisKind, RunEnded, RunStarted, ShardReport)
+from jobs.spec.job import JobSpec
+from jobs.spec.load import to_dict
+from jobs.spec.parallel import Layout
+from jobs.spec.rundir import RunDir
+from orchestrator.load import load
+from orchestrator.placement import Placement, place, place_command
+from orchestrator.planner import layout_from_flat
+from orchestrator.submission import Launcher
+from orchestrator.submission.assemble import assemble_job
+from orchestrator.supervision.channel import Channel
+from orchestrator.supervision.commit import CommitError, Commits, commit, newest_usable, prune, remove_unfinished
+from orchestrator.supervision.crew import TICK_S, CannotStart, Crew
+from orchestrator.supervision.decide import decide
+from orchestrator.supervision.diagnose import diagnose
+from orchestrator.supervision.journal import Journal
+from orchestrator.supervision.observe import Health, observe
+
+ORPHAN_S = 120.0  # agents without a supervisor end themselves; longer than any reconnect, shorter than a waste
+WANDB_FINISH_S = 60.0  # for the reader to send its last lines after the run's end
+EXIT_CODES = {"completed": 0, "failed": 1, "stopped": 3}
+
+
+class Stop(Exception):
+    """The run must end now; `kind` is the diagnosis it will get."""
+
+    def __init__(self, kind: DiagnosisKind, summary: str) -> None:
+        super().__init__(summary)
+        self.kind = kind
+
+
+class Supervisor:
+    """One supervisor's term. All that must outlive it is in the journal."""
+
+    def __init__(self, run_dir: Path, launcher: Launcher) -> None:
+        self.run_dir = RunDir(run_dir)
+        self.launcher = launcher
+        self.config = load(self.run_dir.config)
+        self.policy = self.config.policy
+        self.layout = None if self.config.command else _read_layout(self.run_dir)
+        self.journal = Journal(self.run_dir.events)
+        self.term = self.journal.term + 1
+        self.channel = Channel(
+            secret=self.run_dir.secret.read_text().strip(), nodes=launcher.nodes,
+            welcome=Welcome(proof="", term=self.term, ack_seq=0, heartbeat_s=self.policy.heartbeat_s,
+                            sample_s=self.policy.sample_s, orphan_s=ORPHAN_S, preload=self.config.command is None))
+        self.crew = Crew(channel=self.channel, launcher=launcher, policy=self.policy, run_dir=self.run_dir,
+                         term=self.term)
+        self.health: Health | None = None  # of the attempt that is being watched
+        self.commits: Commits | None = None
+        self.stop: Stop | None = None
+
+    # -------------------------------------------------------------- the run
+    async def run(self) -> int:
+        """Returns the exit code of the run: 0 completed, 1 failed, 3 stopped."""
+        self._handle_signals()
+        self.crew.port = await self.channel.listen()
+        self._announce()
+        wandb = self._start_wandb()
+        try:
+            state, reason = await self._attempts()
+        finally:
+            await self.crew.dismiss("the run has ended")
+            self.run_dir.supervisor.unlink(missing_ok=True)
+        self.journal.write(RunEnded(t=time.time(), state=state, reason=reason, final_step=self.journal.last_step))
+        await asyncio.to_thread(_wait_for_wandb, wandb)
+        return EXIT_CODES[state]
+
+    async def _attempts(self) -> tuple[str, str]:
+        """Attempt after attempt, until a decision ends the run."""
+        while True:
+            decision = await self._attempt(self.journal.last_attempt + 1)
+            if decision.act == "finish":
+                return "completed", decision.reason
+            if decision.act == "stop":
+                return ("stopped" if self.stop else "failed"), decision.reason
+            with contextlib.suppress(Stop):  # one that comes while waiting is obeyed by the next attempt at once
+                await self._watch(lambda: False, timeout_s=decision.delay_s)
+
+    async def _attempt(self, attempt: int) -> Decision:
+        newest = self._choose_checkpoint()
+        placement = self._place()
+        job = assemble_job(self.config, layout=self.layout, world_size=placement.world_size,
+                           run_dir=self.run_dir.path, attempt=attempt, resume_step=newest)
+        write_json(self.run_dir.placement(attempt), placement.to_dict())
+        write_json(self.run_dir.job(attempt), to_dict(job))
+        self.health = Health(attempt=attempt, world_size=job.world_size, nodes=placement.nodes)
+        self.commits = Commits(self.run_dir, job)
+        self.journal.write(AttemptStarted(t=time.time(), attempt=attempt, nodes=placement.nodes,
+                                          world_size=job.world_size, resume_step=newest, layout=str(self.layout or "command")))
+        try:
+            await self._start(placement, job)
+            await self._watch(lambda: self.health.failed or self.health.completed)
+            if self.health.failed:  # earlier roots may still be on their way
+                await self._watch(lambda: False, timeout_s=self.policy.settle_s)
+        except CannotStart as failure:
+            self._record(AgentLost(t=time.time(), node=failure.node, reason=str(failure)))
+        except Stop:
+            pass  # _conclude sees self.stop
+        sealed, self.health = self.health, None  # what our own kill does to the ranks is no fact about the attempt
+        await self._watch(self.crew.end_ranks(placement, attempt), interruptible=False,
+                          timeout_s=self.policy.kill_grace_s + self.policy.heartbeat_timeout_s)
+        self.crew.attempt = 0
+        return self._conclude(sealed)
+
+    def _place(self) -> Placement:
+        where = {"cluster": self.config.cluster, "nodes": self.launcher.nodes, "excluded": (),
+                 "spares": self.config.placement.spares}
+        if self.layout is None:
+            return place_command(**where)
+        return place(self.layout, allow_tp_across_nodes=self.config.placement.allow_tp_across_nodes, **where)
+
+    async def _start(self, placement: Placement, job: JobSpec) -> None:
+        """Agents up, fork servers ready, port chosen, then all ranks at once. Raises CannotStart or Stop."""
+        if missing := self.crew.missing(placement.nodes + placement.spares):
+            await self.crew.launch(missing)
+            await self._watch(lambda: not self.crew.missing(placement.nodes), timeout_s=self.policy.agent_start_s)
+        for node in self.crew.missing(placement.nodes):
+            raise CannotStart(node, f"no agent connected from it within {self.policy.agent_start_s:.0f} s; "
+                              f"see {self.run_dir.path / 'logs'}")
+        await asyncio.to_thread(remove_unfinished, self.run_dir)
+        self.crew.prepare(placement, job.attempt)
+        await self._watch(lambda: len(self.crew.prepared) == len(placement.nodes) or self.health.failed,
+                          timeout_s=self.policy.attempt_start_s)
+        for node, reason in self.crew.unprepared(placement):
+            raise CannotStart(node, f"not ready for attempt {job.attempt} within {self.policy.attempt_start_s:.0f} s: "
+                              f"{reason}")
+        self.crew.start(placement, job)
+
+    def _conclude(self, health: Health) -> Decision:
+        t = time.time()
+        if self.stop is not None:
+            diagnosis = Diagnosis(t=t, attempt=health.attempt, kind=self.stop.kind, summary=str(self.stop),
+                                  step=health.last_step)
+        elif health.completed:
+            diagnosis = Diagnosis(t=t, attempt=health.attempt, kind="completed", step=health.last_step,
+                                  summary=f"all {health.world_size} ranks have finished")
+        else:
+            diagnosis = diagnose(health, history=self.journal.diagnoses, t=t,
+                                 user_error_repeats=self.policy.user_error_repeats)
+        self.journal.write(diagnosis)
+        if diagnosis.kind == "corruption" and self.commits.job.resume_step is not None:
+            self.journal.write(CheckpointSkipped(t=t, step=self.commits.job.resume_step, reason=diagnosis.summary))
+        decision = decide(diagnosis, history=self.journal.decisions, newest_step=self._choose_checkpoint(),
+                          policy=self.policy, t=t)
+        self.journal.write(decision)
+        self.journal.write(AttemptEnded(t=time.time(), attempt=health.attempt, first_step=health.first_step,
+                                        last_step=health.last_step))
+        return decision
+
+    # -------------------------------------------------------------- watching
+    async def _watch(self, until: Callable[[], bool], *, timeout_s: float | None = None,
+                     interruptible: bool = True) -> None:
+        """Record facts until the condition holds or time is up. Raises Stop when one was asked for."""
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        while not until():
+            if self.stop is not None and interruptible:
+                raise self.stop
+            left = TICK_S if end is None else min(TICK_S, end - time.monotonic())
+            if left <= 0:
+                return
+            for fact in await self.crew.facts(timeout_s=left):
+                if isinstance(fact, Command):
+                    self._obey(fact)
+                elif isinstance(fact, ShardReport):
+                    await self._note_shards(fact)
+                else:
+                    self._record(fact)
+            self.crew.recorded()
+
+    def _record(self, event) -> None:
+        self.journal.write(event)
+        if self.health is not None:
+            self.health = observe(self.health, event)
+        if isinstance(event, AgentJoined | AgentLost):
+            say(f"{type(event).__name__}: {event.node}")
+
+    def _obey(self, command: Command) -> None:
+        if command.verb == "stop":
+            self.stop = self.stop or Stop("stopped", command.reason or "stopped by `orc stop`")
+        else:
+            say(f"ignored unknown command {command.verb!r}")
+
+    # -------------------------------------------------------------- checkpoints
+    async def _note_shards(self, report: ShardReport) -> None:
+        """Commit a checkpoint once the last of its ranks has reported."""
+        if self.commits is None or report.attempt != self.commits.job.attempt:
+            return
+        if (complete := self.commits.add(report)) is None:
+            return
+        try:
+            committed = await asyncio.to_thread(commit, self.run_dir, self.commits.job, complete)
+            await asyncio.to_thread(prune, self.run_dir, keep=self.config.checkpoint.keep)
+        except (CommitError, OSError) as error:
+            self.journal.write(CheckpointSkipped(t=time.time(), step=report.step, reason=str(error)))
+            return
+        self._record(committed)
+
+    def _choose_checkpoint(self) -> int | None:
+        newest, skipped = newest_usable(self.run_dir, refused=self.journal.refused_steps, t=time.time())
+        for skip in skipped:
+            if skip.step not in self.journal.refused_steps:
+                self.journal.write(skip)
+        return newest
+
+    # -------------------------------------------------------------- surroundings
+    def _handle_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        reasons: dict[int, tuple[DiagnosisKind, str]] = {
+            signal.SIGTERM: ("stopped", "stopped by SIGTERM (scancel, or kill)"),
+            signal.SIGINT: ("stopped", "stopped by SIGINT"),
+            signal.SIGUSR2: ("time_limit", "Slurm warned that the job's time is almost up")}
+        for signum, (kind, summary) in reasons.items():
+            loop.add_signal_handler(signum, self._ask_to_stop, kind, summary)
+
+    def _ask_to_stop(self, kind: DiagnosisKind, summary: str) -> None:
+        self.stop = self.stop or Stop(kind, summary)
+
+    def _announce(self) -> None:
+        host = socket.gethostname()
+        write_json(self.run_dir.supervisor, {
+            "address": self.launcher.address, "port": self.crew.port, "pid": os.getpid(), "host": host,
+            "job_id": self.launcher.job_id, "term": self.term})
+        self.journal.write(RunStarted(
+            t=time.time(), run=self.config.run, job_id=self.launcher.job_id, term=self.term, host=host,
+            wandb_id=self.journal.wandb_id or secrets.token_hex(4), max_restarts=self.policy.max_restarts))
+
+    def _start_wandb(self) -> subprocess.Popen | None:
+        if self.config.wandb.mode == "disabled":
+            return None
+        self.run_dir.wandb.mkdir(exist_ok=True)
+        with (self.run_dir.path / "logs" / "wandb.log").open("ab") as log:
+            return subprocess.Popen([sys.executable, "-m", "orchestrator.monitoring.wandb", str(self.run_dir.path)],
+                                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+
+
+def _wait_for_wandb(reader: subprocess.Popen | None) -> None:
+    """It gets time for its last lines, but cannot hold the run's end up."""
+    if reader is not None:
+        try:
+            reader.wait(WANDB_FINISH_S)
+        except subprocess.TimeoutExpired:
+            say(f"the W&B reader was still busy after {WANDB_FINISH_S:.0f} s: left to itself")
+
+
+def write_json(path: Path, data) -> None:
+    """Atomically: a reader sees the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(data, indent=1) + "\n")
+    os.replace(temporary, path)
+
+
+def _read_layout(run_dir: RunDir) -> Layout:
+    return layout_from_flat(json.loads(run_dir.plan.read_text())["layout"])
+
+
+def say(message: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} supervisor: {message}", file=sys.stderr, flush=True)
+
+
+def main(run_dir: Path, launcher: Launcher) -> int:
+    """Supervise the run to its end; returns the exit code."""
+    (run_dir / "logs").mkdir(exist_ok=True)
+    return asyncio.run(Supervisor(run_dir, launcher).run())
