@@ -113,10 +113,14 @@ def _choose_includes(base: _Layer, command_line: _Layer, problems: list[Problem]
     for layer in (base, command_line):
         for section in INCLUDED:
             for key in (section, f"{section}.include"):
-                value = layer.leaves.pop(key, None)
+                if key not in layer.leaves:
+                    continue
+                value = layer.leaves.pop(key)
                 if isinstance(value, str):
                     chosen[section] = (value, layer.origins[key])
-                elif value is not None:
+                elif value is None:
+                    chosen.pop(section, None)
+                else:
                     problems.append(Problem(where=key, value=value, message="must be the name of a file",
                                             origin=layer.origins[key]))
     return chosen

@@ -172,6 +172,7 @@ class AgentLost:
     t: float
     node: str
     reason: str
+    last_heard: float | None = None  # when it was last known to live; t is when that was given up
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -42,7 +42,7 @@ class Crew:
         self.attempt = 0  # whose ranks have been ordered and not yet ended; 0: none
         self.prepared: dict[str, Prepared | PrepareFailed] = {}
         self.killed: set[str] = set()
-        self._absent: dict[str, tuple[float, str]] = {}  # node → since when, why
+        self._absent: dict[str, tuple[float, float, str]] = {}  # node → since when (monotonic, wall clock), why
         self._unacknowledged: list[tuple[str, int]] = []
         self._launched: set[asyncio.Task] = set()
 
@@ -70,9 +70,9 @@ class Crew:
                     return []
                 joined = AgentJoined(t=time.time(), node=hello.node, host=hello.host, pid=hello.pid, gpus=hello.gpus)
                 replaced = self.attempt != 0 and hello.attempt != self.attempt
-                return [joined] + ([self._lost(hello.node, "its agent was replaced by a new one")] if replaced else [])
+                return [joined] + ([_lost(hello.node, "its agent was replaced by a new one", time.time())] if replaced else [])
             case Dropped(node=node, reason=reason):
-                self._absent[node] = (time.monotonic(), reason)
+                self._absent[node] = (time.monotonic(), time.time(), reason)
                 return []
             case Command():
                 return [item]
@@ -94,12 +94,13 @@ class Crew:
         now = time.monotonic()
         for node in self.channel.silent_for(self.policy.heartbeat_timeout_s):
             self.channel.drop(node, f"no heartbeat for {self.policy.heartbeat_timeout_s:.0f} s")
-        overdue = [n for n, (since, _) in self._absent.items() if now - since > self.policy.reconnect_s]
-        return [self._lost(node, f"{self._absent.pop(node)[1]}, and it did not come back within "
-                           f"{self.policy.reconnect_s:.0f} s") for node in overdue]
-
-    def _lost(self, node: str, reason: str) -> AgentLost:
-        return AgentLost(t=time.time(), node=node, reason=reason)
+        overdue = [node for node, (since, _, _) in self._absent.items() if now - since > self.policy.reconnect_s]
+        lost = []
+        for node in overdue:
+            _, last_heard, reason = self._absent.pop(node)
+            reason += f", and it did not come back within {self.policy.reconnect_s:.0f} s"
+            lost.append(_lost(node, reason, last_heard))
+        return lost
 
     # -------------------------------------------------------------- orders
     def missing(self, nodes: tuple[str, ...]) -> tuple[str, ...]:
@@ -149,3 +150,7 @@ class Crew:
         await self.channel.close()
         if self._launched:
             await asyncio.wait(self._launched, timeout=self.policy.heartbeat_timeout_s)
+
+
+def _lost(node: str, reason: str, last_heard: float) -> AgentLost:
+    return AgentLost(t=time.time(), node=node, reason=reason, last_heard=last_heard)

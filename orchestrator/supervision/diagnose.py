@@ -84,7 +84,8 @@ def _from_error(error: RankError, node: str | None) -> _Cause:
 
 
 def _from_loss(loss: AgentLost) -> _Cause:
-    return _Cause(t=loss.t, echo=False, kind="node_failure", node=loss.node,
+    since = loss.t if loss.last_heard is None else loss.last_heard
+    return _Cause(t=since, echo=False, kind="node_failure", node=loss.node,
                   summary=f"the agent of {loss.node} is lost: {loss.reason}", fingerprint=f"agent:{loss.node}",
                   evidence=(loss.reason,))
 

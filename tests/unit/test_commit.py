@@ -1,0 +1,120 @@
+"""Committing, choosing and pruning checkpoints: a step exists whole, or not at all."""
+import json
+from pathlib import Path
+
+import pytest
+
+from jobs.spec.events import ShardFile, ShardReport
+from jobs.spec.job import JobSpec
+from jobs.spec.rundir import MANIFEST, RunDir
+from jobs.spec.training import CheckpointSpec
+from orchestrator.supervision.commit import CommitError, Commits, commit, newest_usable, prune, remove_unfinished
+
+WORLD = 3
+
+
+def job(run_dir: RunDir, attempt: int = 1) -> JobSpec:
+    return JobSpec(run="r", attempt=attempt, run_dir=str(run_dir.path), device="cpu", world_size=WORLD,
+                   checkpoint=CheckpointSpec(), resume_step=None, peak_tflops=1.0)
+
+
+def write_shards(run_dir: RunDir, step: int, *, attempt: int = 1, cursor: int | None = None) -> list[ShardReport]:
+    folder = run_dir.checkpoint_in_progress(step, attempt)
+    folder.mkdir(parents=True)
+    reports = []
+    for rank in range(WORLD):
+        (folder / f"rank-{rank}.bin").write_bytes(bytes(rank + 5))
+        file = ShardFile(name=f"rank-{rank}.bin", size_bytes=rank + 5, checksum="crc32:0")
+        reports.append(ShardReport(attempt=attempt, rank=rank, step=step, t=0.0, files=(file,), save_s=float(rank),
+                                   data_cursor=step if cursor is None else cursor))
+    return reports
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    (tmp_path / "checkpoints").mkdir()
+    return RunDir(tmp_path)
+
+
+def committed(run_dir: RunDir, *steps: int) -> RunDir:
+    for step in steps:
+        commit(run_dir, job(run_dir), tuple(write_shards(run_dir, step)))
+    return run_dir
+
+
+def test_a_step_is_complete_with_its_last_rank(run_dir: RunDir) -> None:
+    commits = Commits(run_dir, job(run_dir))
+    a, b, c = write_shards(run_dir, 10)
+    assert commits.add(a) is None and commits.add(a) is None and commits.add(b) is None
+    assert commits.add(c) == (a, b, c)
+
+
+def test_commit_renames_and_lists_every_file(run_dir: RunDir) -> None:
+    done = commit(run_dir, job(run_dir), tuple(write_shards(run_dir, 10)))
+    assert (done.step, done.data_cursor, done.size_bytes, done.save_s) == (10, 10, 5 + 6 + 7, 2.0)
+    manifest = json.loads((run_dir.checkpoint(10) / MANIFEST).read_text())
+    assert [f["name"] for f in manifest["files"]] == [f"rank-{r}.bin" for r in range(WORLD)]
+    assert not list(run_dir.checkpoints.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("damage", ["missing", "short"])
+def test_files_that_are_not_there_are_not_committed(run_dir: RunDir, damage: str) -> None:
+    reports = write_shards(run_dir, 10)
+    victim = run_dir.checkpoint_in_progress(10, 1) / "rank-1.bin"
+    victim.unlink() if damage == "missing" else victim.write_bytes(b"x")
+    with pytest.raises(CommitError, match="rank-1.bin"):
+        commit(run_dir, job(run_dir), tuple(reports))
+    assert run_dir.committed_steps() == []
+
+
+def test_ranks_must_agree_about_the_cursor(run_dir: RunDir) -> None:
+    reports = write_shards(run_dir, 10)
+    reports[1] = write_shards(RunDir(run_dir.path / "other"), 10, cursor=11)[1]
+    with pytest.raises(CommitError, match="cursor"):
+        commit(run_dir, job(run_dir), tuple(reports))
+
+
+def test_a_step_computed_again_replaces_the_old_one(run_dir: RunDir) -> None:
+    committed(run_dir, 10)
+    commit(run_dir, job(run_dir, attempt=2), tuple(write_shards(run_dir, 10, attempt=2)))
+    assert json.loads((run_dir.checkpoint(10) / MANIFEST).read_text())["attempt"] == 2
+    assert not list(run_dir.checkpoints.glob("*.tmp"))
+
+
+# what is done to the newest of steps 10, 20, 30 → the step chosen
+DAMAGES = [
+    ("none", lambda folder: None, 30),
+    ("a file is missing", lambda folder: (folder / "rank-0.bin").unlink(), 20),
+    ("a file is short", lambda folder: (folder / "rank-0.bin").write_bytes(b""), 20),
+    ("torn manifest", lambda folder: (folder / MANIFEST).write_text('{"files": ['), 20),
+    ("no manifest", lambda folder: (folder / MANIFEST).unlink(), 20),
+]
+
+
+@pytest.mark.parametrize("damage, chosen", [d[1:] for d in DAMAGES], ids=[d[0] for d in DAMAGES])
+def test_the_newest_whole_checkpoint_is_chosen(run_dir: RunDir, damage, chosen: int) -> None:
+    committed(run_dir, 10, 20, 30)
+    damage(run_dir.checkpoint(30))
+    step, skipped = newest_usable(run_dir, refused=frozenset(), t=0.0)
+    assert step == chosen
+    assert [s.step for s in skipped] == ([30] if chosen == 20 and (run_dir.checkpoint(30) / MANIFEST).exists() else [])
+
+
+def test_a_refused_step_is_not_used(run_dir: RunDir) -> None:
+    committed(run_dir, 10, 20)
+    assert newest_usable(run_dir, refused=frozenset({20}), t=0.0)[0] == 10
+    assert newest_usable(run_dir, refused=frozenset({10, 20}), t=0.0)[0] is None
+
+
+def test_unfinished_writes_are_never_chosen_and_are_removed(run_dir: RunDir) -> None:
+    committed(run_dir, 10)
+    write_shards(run_dir, 20)
+    assert run_dir.committed_steps() == [10]
+    remove_unfinished(run_dir)
+    assert [p.name for p in run_dir.checkpoints.iterdir()] == ["step-00000010"]
+
+
+def test_pruning_keeps_the_newest(run_dir: RunDir) -> None:
+    committed(run_dir, 10, 20, 30, 40)
+    prune(run_dir, keep=2)
+    assert run_dir.committed_steps() == [30, 40]

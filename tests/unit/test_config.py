@@ -1,0 +1,102 @@
+"""load: what is accepted, and that every refusal names value, origin and remedy, all at once."""
+from pathlib import Path
+
+import pytest
+
+from jobs.spec.load import SpecError
+from orchestrator.config import to_yaml
+from orchestrator.load import load
+
+MODEL = "name: tiny\nvocab_size: 256\ndim: 64\nnum_layers: 4\nnum_heads: 4\nnum_kv_heads: 4\nffn_dim: 128\n"
+CLUSTER = "name: desk\nkind: local\nnum_nodes: 2\ngpus_per_node: 4\ngpu: cpu\n"
+RUN = """run: try
+model: tiny
+cluster: desk
+training: {steps: 10, seq_len: 8, global_batch_size: 4}
+data: {path: "${python_stdlib:}"}
+"""
+
+# name of the case, text appended to the run, overrides, what every line of the message must hold
+REFUSALS = [
+    ("unknown section", "trainin: {steps: 1}\n", [], ["trainin: unknown key; did you mean 'training'? (run.yaml:6)"]),
+    ("unknown leaf", "", ["training.stepss=3"], ["training.stepss: unknown key; did you mean 'steps'? (command line)"]),
+    ("name of another section", "tp: 2\n", [], ["tp: unknown key; did you mean 'parallel.tp'? (run.yaml:6)"]),
+    ("wrong type", "", ["training.steps=many"], ["training.steps: 'many'", "could not be converted to Integer"]),
+    ("wrong choice", "", ["parallel.schedule=zigzag"], ["parallel.schedule: 'zigzag'", "1f1b"]),
+    ("not a degree", "", ["parallel.tp=all"], ["parallel.tp: 'all'", "Literal[auto]"]),
+    ("no such include", "", ["model=tinyy"], ["model: 'tinyy' has no file; did you mean 'tiny'? (command line)"]),
+    ("include is no name", "", ["model=5"], ["model: 5 must be the name of a file"]),
+    ("override without =", "", ["parallel.tp"], ["command line: 'parallel.tp' is not key=value"]),
+    ("missing data", "", ["data.path=/nowhere/at/all"], ["data.path: '/nowhere/at/all' does not exist"]),
+    ("missing variable", "", ["data.path=${oc.env:ORC_SURELY_UNSET}"], ["data.path: cannot be resolved", "ORC_SURELY"]),
+    ("zero", "", ["training.steps=0"], ["training.steps: 0 must be at least 1"]),
+    ("negative degree", "", ["parallel.pp=-1"], ["parallel.pp: -1 must be at least 1"]),
+    ("negative wait", "", ["policy.backoff_s=-1"], ["policy.backoff_s: -1.0 must not be negative"]),
+    ("unknown gpu", "", ["cluster.gpu=h1000"], ["cluster.gpu: 'h1000' is unknown; did you mean 'h100'?"]),
+    ("run with a path", "", ["run=a/b"], ["run: 'a/b' must be a plain name"]),
+    ("fault outside the world", "faults: [{attempt: 1, step: 1, rank: 8, kind: exit}]\n", [],
+     ["faults[0].rank: 8 is outside the 8 ranks of the run (run.yaml:6)"]),
+    ("unknown fault", "faults: [{attempt: 1, step: 1, rank: 0, kind: fire}]\n", [], ["faults: ", "'fire'", "sigkill"]),
+    ("only spares", "", ["placement.spares=2"], ["placement.spares: 2 leaves no node to train on"]),
+    ("headroom", "", ["memory.headroom=1.5"], ["memory.headroom: 1.5 must be a share"]),
+    ("nothing to train", "", ["model=null", "cluster=desk"], ["model: is missing; give it, or a `command:`"]),
+]
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    for folder, name, text in (("models", "tiny", MODEL), ("clusters", "desk", CLUSTER), ("runs", "run", RUN)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"{name}.yaml").write_text(text)
+    return tmp_path / "runs" / "run.yaml"
+
+
+def refusal(run_file: Path, overrides: list[str]) -> str:
+    with pytest.raises(SpecError) as refused:
+        load(run_file, overrides)
+    return str(refused.value).replace(str(run_file), "run.yaml").replace("  (", " (")
+
+
+@pytest.mark.parametrize("text, overrides, parts", [case[1:] for case in REFUSALS], ids=[case[0] for case in REFUSALS])
+def test_refusal_names_value_origin_and_remedy(run_file: Path, text: str, overrides: list[str], parts: list[str]) -> None:
+    run_file.write_text(RUN + text)
+    message = refusal(run_file, overrides)
+    for part in parts:
+        assert part in message
+
+
+def test_all_problems_are_reported_at_once(run_file: Path) -> None:
+    message = refusal(run_file, ["training.steps=many", "parallel.tpp=2", "cluster.num_nodes=none", "foo=1"])
+    assert [line.partition(":")[0] for line in message.splitlines()] == [
+        "training.steps", "parallel.tpp", "cluster.num_nodes", "foo"]
+
+
+def test_overrides_win_over_the_run_and_the_run_over_its_includes(run_file: Path) -> None:
+    run_file.write_text(RUN.replace("cluster: desk", "cluster: {include: desk, num_nodes: 3, gpus_per_node: 5}"))
+    config = load(run_file, ["cluster.num_nodes=4"])
+    assert (config.cluster.num_nodes, config.cluster.gpus_per_node, config.cluster.name) == (4, 5, "desk")
+
+
+def test_command_line_replaces_an_include(run_file: Path) -> None:
+    other = run_file.parent.parent / "clusters" / "other.yaml"
+    other.write_text(CLUSTER.replace("num_nodes: 2", "num_nodes: 7"))
+    assert load(run_file, ["cluster=other"]).cluster.num_nodes == 7
+
+
+def test_free_form_sbatch_parameters_pass_through(run_file: Path) -> None:
+    config = load(run_file, ["cluster.slurm.extra.reservation=big", "cluster.slurm.setup=[module load cuda]"])
+    assert config.cluster.slurm.extra == {"reservation": "big"}
+    assert config.cluster.slurm.setup == ["module load cuda"]
+
+
+def test_resolved_yaml_loads_to_an_equal_config(run_file: Path) -> None:
+    run_file.write_text(RUN + "faults: [{attempt: 1, step: 3, rank: 7, kind: sigkill}]\n")
+    config = load(run_file, ["parallel.tp=2", "cluster.slurm.extra.gres_flags=x"])
+    resolved = run_file.with_name("resolved.yaml")
+    resolved.write_text(to_yaml(config))
+    assert load(resolved) == config
+
+
+def test_a_command_needs_no_model(run_file: Path) -> None:
+    run_file.write_text("run: mine\ncluster: desk\ncommand: [python, train.py]\n")
+    assert load(run_file).command == ["python", "train.py"]
