@@ -4,6 +4,7 @@ The only file that sees everything above it. Exit codes: 0 done, 1 the run faile
 3 stopped before its end.
 """
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +16,9 @@ from jobs.spec.load import SpecError
 from jobs.spec.rundir import RunDir
 from orchestrator.config import RunConfig
 from orchestrator.load import load
+from orchestrator.monitoring.history import HistoryError
+from orchestrator.monitoring.status import render_report, render_status, write_report
+from orchestrator.monitoring.summary import summary_json
 from orchestrator.planner import Plan, plan, plan_json
 from orchestrator.planner.show import show_plan
 from orchestrator.submission import Executor, SubmissionError
@@ -22,7 +26,6 @@ from orchestrator.submission.assemble import assemble_request
 from orchestrator.submission.local import LocalExecutor
 from orchestrator.submission.prepare import prepare, submit as submit_run
 from orchestrator.submission.slurm import SlurmExecutor
-from orchestrator.monitoring.history import HistoryError
 from orchestrator.runs import Run, find_run, follow_run, stop_run
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
@@ -106,27 +109,24 @@ def stop(name: RunName, root: Root = Path("runs"),
 @app.command()
 def status(name: RunName, root: Root = Path("runs"), as_json: Json = False) -> None:
     """Where a run stands: state, attempts, last steps, nodes, checkpoints, W&B."""
-    from orchestrator.monitoring.status import show_status
-
     found = find_run(name, root)
     summary = found.summarize()
     if as_json:
-        print(found.summary_json(summary))
+        print(summary_json(summary))
     else:
-        show_status(summary, found.events(), run_dir=found.run_dir, console=console)
+        console.print(render_status(summary, found.events(), run_dir=found.run_dir))
 
 
 @app.command()
 def report(name: RunName, root: Root = Path("runs"), as_json: Json = False) -> None:
     """A run in depth: attempts, diagnoses, decisions, loss curve (PNG), throughput, goodput."""
-    from orchestrator.monitoring.status import show_report
-
     found = find_run(name, root)
-    summary = found.summarize()
+    summary, events = found.summarize(), found.events()
+    pictures = write_report(summary, events, run_dir=found.run_dir)
     if as_json:
-        print(found.summary_json(summary))
+        print(summary_json(summary))
     else:
-        show_report(summary, found.events(), run_dir=found.run_dir, console=console)
+        console.print(render_report(summary, events, run_dir=found.run_dir, pictures=pictures))
 
 
 @app.command()
@@ -152,8 +152,6 @@ def make_plan(config: RunConfig) -> Plan | None:
 
 def start(config: RunConfig, made: Plan | None) -> str:
     """Prepare and submit; if the submission is refused, nothing is left behind."""
-    import shutil
-
     run_dir = prepare(config, made)
     try:
         job_id = submit_run(config, run_dir, executor_for(config))

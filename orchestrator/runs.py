@@ -17,8 +17,8 @@ from jobs.spec.load import Problem, SpecError, suggest
 from jobs.spec.rundir import RunDir
 from orchestrator.load import load
 from orchestrator.monitoring.history import read_history, read_submissions
-from orchestrator.monitoring.status import Progress
-from orchestrator.monitoring.summary import RunSummary, summarize, summary_json
+from orchestrator.monitoring.progress import Progress
+from orchestrator.monitoring.summary import RunSummary, summarize
 from orchestrator.submission import Executor, JobState
 from orchestrator.submission.local import LocalExecutor
 from orchestrator.submission.slurm import SlurmExecutor
@@ -46,9 +46,6 @@ class Run:
     def summarize(self) -> RunSummary:
         return summarize(self.events(), run_dir=self.run_dir, submissions=read_submissions(self.run_dir.submissions),
                          job_state=self.job_state(), now=time.time())
-
-    def summary_json(self, summary: RunSummary) -> str:
-        return summary_json(summary)
 
     def refuse_if_alive(self) -> None:
         """Two supervisors must never work on one run."""
@@ -88,7 +85,8 @@ def find_run(name: str, root: Path) -> Run:
 
 def follow_run(run: Run, console: Console, *, offset: int = 0) -> int:
     """Show the run's progress until it ends; Ctrl-C stops it. Returns the run's exit code."""
-    with Progress(console) as progress:
+    training = load(run.run_dir.config).training
+    with Progress(steps=training.steps if training else None, console=console) as progress:
         while True:
             try:
                 ended = _follow(run, progress, offset)
@@ -108,7 +106,8 @@ def _follow(run: Run, progress: Progress, offset: int) -> RunEnded | None:
     gone = False
     while True:
         events, offset = read_history(run.run_dir.events, offset)
-        progress.consume(events)
+        for event in events:
+            progress.show(event)
         if ended := next((e for e in events if isinstance(e, RunEnded)), None):
             return ended
         if gone:

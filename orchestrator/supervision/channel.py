@@ -50,6 +50,7 @@ class Channel:
         self._writers: dict[str, asyncio.StreamWriter] = {}
         self._seen: dict[tuple[str, int], int] = {}  # (node, agent pid) → last report received
         self._server: asyncio.Server | None = None
+        self._conversations: set[asyncio.Task] = set()
 
     async def listen(self) -> int:
         """Start listening; returns the port."""
@@ -65,6 +66,9 @@ class Channel:
             writer.close()
         if self._server is not None:
             self._server.close()
+        for conversation in self._conversations:
+            conversation.cancel()
+        await asyncio.gather(*self._conversations, return_exceptions=True)
 
     def connected(self, node: str) -> bool:
         return node in self._writers
@@ -99,6 +103,8 @@ class Channel:
 
     # -------------------------------------------------------------- connections
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        self._conversations.add(task)
         try:
             first = await asyncio.wait_for(self._challenge(reader, writer), HANDSHAKE_S)
             if isinstance(first, Command):
@@ -110,7 +116,10 @@ class Channel:
         except (OSError, TimeoutError, asyncio.IncompleteReadError, ValueError) as error:
             peer = writer.get_extra_info("peername")
             print(f"channel: connection from {peer} ended: {type(error).__name__}: {error}", file=sys.stderr)
+        except asyncio.CancelledError:
+            pass  # the channel closes; asyncio's streams would log a cancelled handler as a defect
         finally:
+            self._conversations.discard(task)
             writer.close()
 
     async def _challenge(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Hello | Command | None:

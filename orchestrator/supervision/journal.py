@@ -29,7 +29,7 @@ class Journal:
         self.refused_steps: frozenset[int] = frozenset()  # checkpoints found unusable and not written again since
         self._file = path.open("ab")
         try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise JournalError(f"{path}: another supervisor is writing it, or its file system has no locks "
                                f"({error.strerror})") from error
@@ -44,6 +44,9 @@ class Journal:
         self._file.flush()
         if not isinstance(event, StepReport | NodeSample):
             os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
 
     def _note(self, event: Event) -> None:
         match event:
