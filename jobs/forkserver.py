@@ -176,10 +176,18 @@ def run_rank(job: JobSpec) -> int:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException as error:
         traceback.print_exc()
+        root = _root(error)
         recorder.report(RankError(attempt=job.attempt, rank=recorder.rank, step=recorder.step, t=time.time(),
-                                  type=type(error).__name__, message=str(error), traceback=traceback.format_exc()))
+                                  type=type(root).__name__, message=str(root), traceback=traceback.format_exc()))
         return 1
     return 0
+
+
+def _root(error: BaseException) -> BaseException:
+    """The exception at the bottom of the chain: torch's pipeline wraps every one in a RuntimeError of its own."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def _assert_forkable() -> None:

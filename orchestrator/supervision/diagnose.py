@@ -18,6 +18,7 @@ _ECHO = re.compile(
     r"timed out (waiting|after)|DistNetworkError|DistBackendError|ncclRemoteError|ncclSystemError|"
     r"NCCL (communicator|watchdog)|read (0|error)|no longer alive|store.*(recv|wait)", re.IGNORECASE)
 _EXCEPTION_LINE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Fault|Corrupt|Exit|Warning)?)(: (?P<message>.*))?$")
+_CAUSED = "The above exception was the direct cause of the following exception:"
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 EVIDENCE_LINES = 12
 
@@ -109,11 +110,12 @@ def _from_exit(end: RankExit, *, node_lost: bool) -> _Cause:
 
 
 def _exception_in(log: str) -> tuple[str, str] | None:
-    """(type, message) of the last Python traceback in a log, for trainers that report nothing themselves."""
-    _, found, tail = log.rpartition("Traceback (most recent call last):")
-    if not found:
-        return None
-    for line in tail.splitlines():
+    """(type, message) of the last Python traceback in a log, for trainers that report nothing themselves.
+    Of exceptions raised from one another, the one at the bottom."""
+    _, *tracebacks = log.split("Traceback (most recent call last):")
+    while len(tracebacks) > 1 and tracebacks[-2].rstrip().endswith(_CAUSED):
+        tracebacks.pop()
+    for line in tracebacks[-1].splitlines() if tracebacks else []:
         if line and not line[0].isspace() and (match := _EXCEPTION_LINE.match(line)):
             return match["type"].rpartition(".")[2], match["message"] or ""
     return None

@@ -22,6 +22,10 @@ def lost(node: str, t: float, last_heard: float | None = None) -> AgentLost:
 ECHO = "Connection closed by peer [127.0.0.1]:3456"
 TRACEBACK = "step 3\nTraceback (most recent call last):\n  File \"t.py\", line 3, in <module>\n    f()\nmy.pkg.BadData: row 7\n"
 
+CHAINED = (TRACEBACK + "\nThe above exception was the direct cause of the following exception:\n\n"
+           "Traceback (most recent call last):\n  File \"s.py\", line 1\nRuntimeError: \n      stage 0 failed\n")
+HANDLED = TRACEBACK.replace("BadData", "Ignored") + "step 4\n" + TRACEBACK
+
 # name, events in the order they arrive, kind, what the summary holds, suspects
 CASES = [
     ("a kill beats its echoes", [error(5, 10.0, "RuntimeError", ECHO), end(5, 10.1, code=1), end(3, 10.05, signal=9)],
@@ -36,6 +40,10 @@ CASES = [
     ("exit code without a word", [end(7, 10.0, code=17)], "crash", "rank 7 on node-1 ended with exit code 17",
      ("rank 7 on node-1",)),
     ("traceback in the log of a command", [end(2, 10.0, code=1, log=TRACEBACK)], "crash",
+     "rank 2 on node-0 raised BadData: row 7", ("rank 2 on node-0",)),
+    ("the bottom of a chain of exceptions", [end(2, 10.0, code=1, log=CHAINED)], "crash",
+     "rank 2 on node-0 raised BadData: row 7", ("rank 2 on node-0",)),
+    ("the last of unrelated tracebacks", [end(2, 10.0, code=1, log=HANDLED)], "crash",
      "rank 2 on node-0 raised BadData: row 7", ("rank 2 on node-0",)),
     ("lost agent", [lost("node-1", 15.0, 10.0), error(0, 11.0, "RuntimeError", ECHO), end(0, 11.1, code=1)],
      "node_failure", "the agent of node-1 is lost", ("node-1",)),

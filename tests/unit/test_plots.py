@@ -7,6 +7,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.image import imread
 from matplotlib.text import Annotation
 
+from jobs.spec.events import AttemptStarted
 from orchestrator.monitoring.goodput import goodput
 from orchestrator.monitoring.plots import STYLE, duration, goodput_figure, loss_figure, throughput_figure, write_plots
 from tests.helpers.histories import step_report, two_attempts
@@ -20,6 +21,11 @@ HISTORIES = {
     "one step": [step_report(attempt=1, step=1, t=1.0)],
     "no loss is a number": [step_report(attempt=1, step=step, t=step, loss=float("nan")) for step in (1, 2)],
     "four hundred steps": two_attempts(steps=400, crash_step=333, interval=50),
+    "restart near the end": two_attempts(steps=40, crash_step=39, interval=38),
+    "forty attempts from three places": [
+        event for n in range(1, 41)
+        for event in (AttemptStarted(t=n, attempt=n, nodes=("a",), world_size=1, resume_step=n % 3 or None, layout=""),
+                      step_report(attempt=n, step=n % 3 + 1, t=n))],
 }
 DURATIONS = [(0.0, "0.0 s"), (4.24, "4.2 s"), (59.94, "59.9 s"), (59.96, "1 min 00 s"), (187, "3 min 07 s"),
              (3600, "1 h 00 min"), (18720, "5 h 12 min"), (48 * 3600, "2 d 00 h"), (2 * 86400 + 3 * 3600, "2 d 03 h")]
@@ -46,7 +52,7 @@ def test_labels_do_not_cover_each_other(draw, events):
     with matplotlib.rc_context(STYLE):
         figure = draw(events, title="a run with a rather long name")
         boxes = _boxes(figure)
-    assert len(boxes) >= 2
+    assert len(boxes) >= 3
     assert [(a, b) for (a, box), (b, other) in itertools.combinations(boxes.items(), 2) if box.overlaps(other)] == []
 
 
@@ -77,13 +83,13 @@ def test_duration(seconds, text):
 
 
 def _boxes(figure) -> dict:
-    """Where the legend, the titles and the annotations came to lie, in pixels."""
+    """Where the legend, the axes' ticks, the titles and the annotations came to lie, in pixels."""
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     boxes = {}
     for number, axes in enumerate(figure.axes):
-        texts = [axes.title, axes._right_title, *(t for t in axes.texts if isinstance(t, Annotation))]
+        texts = [axes._left_title, axes._right_title, *(t for t in axes.texts if isinstance(t, Annotation))]
         boxes |= {(number, text.get_text()): text.get_window_extent() for text in texts if text.get_text()}
-        if axes.get_legend() is not None:
-            boxes[number, "legend"] = axes.get_legend().get_window_extent()
-    return boxes
+        if (ticks := axes.xaxis.get_tightbbox()) is not None:  # None where a panel below carries them
+            boxes[number, "axis"] = ticks
+    return boxes | {"legend": legend.get_window_extent() for legend in figure.legends}

@@ -57,6 +57,10 @@ ROWS = [
     ("21+0|COMPLETED\n21+1|NODE_FAIL", "21", "node_failure"),
     ("21+0|COMPLETED\n21+1|NODE_FAIL", "21+0", "completed"),
     ("9|SOMETHING_NEW", "9", "unknown"),
+    ("8|RESIZING\n8|RUNNING", "8", "running"),  # one node lost: a row for each size of the job
+    ("8|RESIZING\n8|CANCELLED by 0", "8", "cancelled"),
+    ("8|RESIZING\n8|RESIZING\n8|COMPLETED", "8", "completed"),
+    ("8|REQUEUED\n8|PREEMPTED\n8|PENDING", "8", "pending"),  # as with --duplicates
     ("slurmdbd: some warning\n9|COMPLETED", "9", "completed"),
 ]
 CPUS = [

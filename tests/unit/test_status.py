@@ -29,7 +29,7 @@ def status_of(events, tmp_path, *, width=100, **more) -> str:
 
 # what is true of the run → how the status says it
 SAID = ["demo  completed", "step 40  loss 2.1434", "4,083 tokens/s", "MFU 20.9% (causal)", "crash", "rank 3 on node-0",
-        "restart from step 20", "1–26", "21–40", "node-1", "11.0 of 64.0 GiB", "2 × 50.0 GiB", "61 °C, ?",
+        "restart from step 20", "1–26", "21–40", "node-1", "11.0/64.0 GiB", "2 × 50.0 GiB", "61 °C, ?",
         "newest step 40", "6 steps lost", "productive 20.4 s", "run demo-3f9c2a1b", "job 4711"]
 
 

@@ -1,0 +1,149 @@
+"""What a run has come to, as data: state, losses, attempts, rates, goodput, W&B.
+
+Called by `orc status`, `orc report` (their --json is `summary_json`) and the plots. Pure: the caller reads the
+files, and asks the scheduler about the job where the history has no end.
+"""
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal, TypeVar
+
+from jobs.spec.events import (AttemptEnded, AttemptStarted, Decision, Diagnosis, Event, RunEnded, RunStarted,
+                              StepReport)
+from jobs.spec.load import to_dict
+from jobs.spec.rundir import RunDir
+from orchestrator.monitoring.goodput import Goodput, goodput, is_kept, kept_steps
+from orchestrator.monitoring.history import Submission
+from orchestrator.submission import JobState
+
+T = TypeVar("T")
+RunState = Literal["pending", "running", "completed", "failed", "stopped", "unknown"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttemptSummary:
+    """One start of all ranks. `end` None: it runs, or nobody recorded its end."""
+
+    n: int
+    start: float  # seconds since the epoch
+    end: float | None
+    diagnosis: str | None  # kind
+    suspects: tuple[str, ...]
+    decision: str | None  # act
+    first_step: int | None
+    last_step: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WandbLocation:
+    id: str | None  # None: no supervisor has started yet
+    dir: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSummary:
+    state: RunState
+    final_step: int | None  # last update of the newest attempt
+    final_loss: float | None
+    losses: dict[int, float]  # the last attempt that computed a step wins
+    attempts: tuple[AttemptSummary, ...]
+    tokens_per_s: float | None  # median over the steps that were kept
+    mfu: float | None
+    goodput: Goodput
+    wandb: WandbLocation
+
+
+def summarize(events: Sequence[Event], *, run_dir: RunDir, submissions: Sequence[Submission] = (),
+              job_state: JobState | None = None, now: float | None = None) -> RunSummary:
+    """`job_state` is the scheduler's word on the newest job (None: not asked); it decides only where the
+    history has no end. `now` is where the ledger of such a run is cut off (None: at its last event)."""
+    events = list(events)
+    steps = [event for event in events if isinstance(event, StepReport)]
+    kept = kept_steps(events)
+    productive = [s for s in steps if is_kept(s.step, attempt=s.attempt, kept=kept)]
+    losses = {s.step: s.loss for s in steps}
+    final_step = _final_step(events)
+    starts = [event for event in events if isinstance(event, RunStarted)]
+    return RunSummary(
+        state=_state(events, job_state=job_state),
+        final_step=final_step,
+        final_loss=losses.get(final_step) if final_step is not None else None,
+        losses=dict(sorted(losses.items())),
+        attempts=tuple(_attempts(events)),
+        tokens_per_s=_median(s.tokens_per_s for s in productive),
+        mfu=_median(s.mfu for s in productive),
+        goodput=goodput(events, submissions=submissions, now=now),
+        wandb=WandbLocation(id=starts[-1].wandb_id if starts else None, dir=str(run_dir.wandb)),
+    )
+
+
+def summary_json(summary: RunSummary) -> str:
+    """Strict JSON: what is not a number (a loss of NaN, an unknown rate) is null."""
+    return json.dumps(_strict(to_dict(summary)), allow_nan=False)
+
+
+def _state(events: list[Event], *, job_state: JobState | None) -> RunState:
+    marks = [event for event in events if isinstance(event, RunStarted | RunEnded)]
+    if job_state == "pending":  # also a resume that waits in the queue
+        return "pending"
+    if marks and isinstance(marks[-1], RunEnded):
+        return marks[-1].state
+    if job_state in (None, "running"):
+        return "running" if marks or job_state else "pending"
+    return "unknown"  # the job is over, or nobody knows of it, and the supervisor did not say how it ended
+
+
+def _final_step(events: list[Event]) -> int | None:
+    step = None
+    for event in events:
+        if isinstance(event, AttemptStarted):
+            step = event.resume_step
+        elif isinstance(event, StepReport):
+            step = event.step
+    return step
+
+
+def _attempts(events: list[Event]) -> Iterable[AttemptSummary]:
+    own: dict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        if isinstance(event, AttemptStarted | StepReport | Diagnosis | Decision | AttemptEnded):
+            own[event.attempt].append(event)
+    for n in sorted(own):
+        start = _last(own[n], AttemptStarted)
+        if start is None:  # a diagnosis of what failed before any rank was started
+            continue
+        diagnosis, decision = _last(own[n], Diagnosis), _last(own[n], Decision)
+        end = _last(own[n], AttemptEnded)
+        steps = [event.step for event in own[n] if isinstance(event, StepReport)]
+        yield AttemptSummary(
+            n=n,
+            start=start.t,
+            end=end.t if end else None,
+            diagnosis=diagnosis.kind if diagnosis else None,
+            suspects=diagnosis.suspects if diagnosis else (),
+            decision=decision.act if decision else None,
+            first_step=min(steps) if steps else None,
+            last_step=max(steps) if steps else None,
+        )
+
+
+def _last(events: list[Event], kind: type[T]) -> T | None:
+    return next((event for event in reversed(events) if isinstance(event, kind)), None)
+
+
+def _median(values: Iterable[float]) -> float | None:
+    known = [value for value in values if math.isfinite(value)]
+    return median(known) if known else None
+
+
+def _strict(data: Any) -> Any:
+    if isinstance(data, float) and not math.isfinite(data):
+        return None
+    if isinstance(data, dict):
+        return {key: _strict(value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [_strict(value) for value in data]
+    return data
