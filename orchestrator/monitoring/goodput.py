@@ -41,7 +41,8 @@ def goodput(events: list[Event], *, submissions: Sequence[Submission] = (), now:
     if not timed:
         return Goodput(**dict.fromkeys(PARTS, 0.0), wall_s=0.0, goodput=None, steps_productive=0, steps_lost=0)
     end = max(t for t, _ in timed)
-    if now is not None and not _has_ended(events):
+    waits = isinstance(timed[-1][1], Submission)  # a resume that has not started yet
+    if now is not None and (waits or not _has_ended(events)):
         end = max(end, now)
     start = min([timed[0][0], *(submission.t for submission in submissions)])
     walk = _Walk(start=start, end=end, kept=kept_steps(events))
@@ -87,19 +88,22 @@ def _has_ended(events: list[Event]) -> bool:
 
 
 def _timeline(events: list[Event], submissions: Sequence[Submission]) -> list[tuple[float, Event | Submission]]:
-    """Each submission just before the start of its job; those whose job has not started come last.
+    """Each submission just before the start of its job; those that still wait come last.
 
     Events keep the order in which they were recorded: clocks of different nodes differ, the order of the
     one writer does not lie.
     """
-    waiting = {submission.job_id: submission for submission in submissions}
+    jobs = {submission.job_id: submission for submission in submissions}
     merged: list[tuple[float, Event | Submission]] = []
+    last_start = float("-inf")
     for event in events:
-        if isinstance(event, RunStarted) and event.job_id in waiting:
-            submission = waiting.pop(event.job_id)
-            merged.append((submission.t, submission))
+        if isinstance(event, RunStarted):
+            last_start = event.t
+            if submission := jobs.pop(event.job_id, None):
+                merged.append((submission.t, submission))
         merged.append((event.t, event))
-    return merged + [(submission.t, submission) for submission in waiting.values()]
+    # One that is older than a start it did not cause was withdrawn, or replaced by a later one.
+    return merged + [(submission.t, submission) for submission in jobs.values() if submission.t > last_start]
 
 
 Phase = Literal["queued", "starting", "training", "failed", "diagnosed", "idle"]

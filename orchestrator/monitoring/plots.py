@@ -1,6 +1,7 @@
 """Pictures of a run: loss, rates and where the time went, as PNG files in the run's report folder.
 
-Called by `orc report`. Draws from the history alone; matplotlib is loaded here only, and without a display.
+Called by `orc report`. Draws from the history alone. Loads matplotlib, which takes a second: import it only
+where pictures are wanted.
 """
 import math
 from collections.abc import Sequence
@@ -14,19 +15,10 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from jobs.spec.events import AttemptStarted, CheckpointCommitted, Event, StepReport
 from orchestrator.monitoring.goodput import PARTS, Goodput, is_kept, kept_steps
+from orchestrator.monitoring.wording import PART_STYLE, duration
 
 # Attempts in turn; legible on white and to most colour-blind eyes.
 COLORS = ("#2f6db3", "#d9822b", "#3a9a68", "#a45ab5", "#c2453d", "#5b6f82")
-PART_STYLE = {
-    "productive_s": ("productive", "#3a9a68"),
-    "lost_work_s": ("lost work", "#c2453d"),
-    "detection_s": ("detection", "#d9822b"),
-    "restart_s": ("restart", "#e7b75f"),
-    "checkpoint_stall_s": ("checkpoint stall", "#a45ab5"),
-    "queue_s": ("queue", "#9fb3c8"),
-    "startup_s": ("start-up", "#5b8fc7"),
-    "other_s": ("other", "#d5d9de"),
-}
 LEGEND_LIMIT = 16  # entries
 GREY, INK = "#8a939c", "#2b3138"
 STYLE = {"font.size": 10, "axes.edgecolor": GREY, "axes.labelcolor": INK, "text.color": INK, "xtick.color": INK,
@@ -72,11 +64,11 @@ def loss_figure(events: Sequence[Event], *, title: str) -> Figure:
             axes.plot([s.step for s in joined], [s.loss for s in joined], color=color, lw=7, alpha=0.28, zorder=1.5,
                       solid_capstyle="butt", label=f"attempt {n}: {len(lost)} steps lost")
     _mark_not_finite(axes, events)
-    _mark_restarts(axes, events)
+    _mark_restarts(axes, events, label=True)
     _mark_checkpoints(axes, events)
     axes.set(xlabel="step", ylabel="loss (mean over the batch's tokens)")
     axes.set_title(f"{title}: loss")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     _legend_below(figure, axes)
     return figure
 
@@ -100,11 +92,11 @@ def throughput_figure(events: Sequence[Event], *, title: str) -> Figure:
             axes.axhline(middle, color=INK, lw=0.8, ls=(0, (4, 3)))
             axes.set_title("median " + form.format(middle), loc="right", fontsize=9.5, fontweight="normal")
             axes.set_ylim(0, 1.12 * max(values))
-        _mark_restarts(axes, events, foot=True)
+        _mark_restarts(axes, events, label=False)
         axes.set_ylabel(label)
     upper.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     lower.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.1%}"))
-    lower.xaxis.set_major_locator(MaxNLocator(integer=True))
+    lower.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     lower.set_xlabel("step")
     upper.set_title(f"{title}: throughput")
     _legend_below(figure, lower)
@@ -134,17 +126,6 @@ def goodput_figure(ledger: Goodput, *, title: str) -> Figure:
     return figure
 
 
-def duration(seconds: float) -> str:
-    """4.2 s, 3 min 07 s, 5 h 12 min, 2 d 03 h"""
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24:02d} h"
-
-
 def _by_attempt(events: Sequence[Event]) -> dict[int, list[StepReport]]:
     attempts: dict[int, list[StepReport]] = {}
     for event in events:
@@ -164,23 +145,22 @@ def _legend_below(figure: Figure, axes: Axes) -> None:
     figure.legend(*zip(*entries), loc="outside lower center", ncols=4, fontsize=9)
 
 
-def _mark_restarts(axes: Axes, events: Sequence[Event], *, foot: bool = False) -> None:
-    """A dotted line where attempts resumed; its label stands where the curve is not: at the head or the foot.
-    A label too near to the one before is left out."""
+def _mark_restarts(axes: Axes, events: Sequence[Event], *, label: bool) -> None:
+    """A dotted line where attempts resumed. Its label stands at the head; one too near to the last is left out."""
     starts: dict[int, list[str]] = {}
     for start in [event for event in events if isinstance(event, AttemptStarted)][1:]:
         starts.setdefault(start.resume_step or 0, []).append(str(start.attempt))
     left, right = axes.get_xlim()
     labelled = -math.inf
-    for step, attempts in sorted(starts.items()):
-        axes.axvline(step, color=GREY, lw=1, ls=(0, (1, 2)))
-        if step - labelled < 0.03 * (right - left):
+    for number, (step, attempts) in enumerate(sorted(starts.items())):
+        axes.axvline(step, color=GREY, lw=1, ls=(0, (1, 2)), label=None if number else "restart")
+        if not label or step - labelled < 0.03 * (right - left):
             continue
         labelled = step
         who = f"attempt {attempts[0]}" if len(attempts) == 1 else f"attempts {attempts[0]}–{attempts[-1]}"
-        axes.annotate(f"{who} from step {step}", xy=(step, 0 if foot else 1), xycoords=("data", "axes fraction"),
-                      xytext=(-4, 5 if foot else -4), textcoords="offset points", rotation=90, ha="right",
-                      va="bottom" if foot else "top", fontsize=8.5, color=GREY)
+        axes.annotate(f"{who} from step {step}", xy=(step, 1), xycoords=("data", "axes fraction"), xytext=(-4, -4),
+                      textcoords="offset points", rotation=90, ha="right", va="top", fontsize=8.5, color=GREY,
+                      bbox={"fc": "white", "ec": "none", "alpha": 0.75, "pad": 0.5})
 
 
 def _mark_checkpoints(axes: Axes, events: Sequence[Event]) -> None:

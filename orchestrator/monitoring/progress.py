@@ -12,12 +12,9 @@ from rich.text import Text
 
 from jobs.spec.events import (AgentLost, AttemptStarted, CheckpointCommitted, CheckpointSkipped, Decision, Diagnosis,
                               Event, FaultInjected, RunEnded, StepReport)
+from orchestrator.monitoring.wording import KIND_STYLE, STATE_STYLE
 
 PLAIN_EVERY_S = 5.0  # between plain step lines, by the events' own clock
-# how a kind of diagnosis reads; others are red
-KIND_STYLE = {"completed": "green", "stopped": "yellow", "preemption": "yellow", "time_limit": "yellow"}
-STATE_STYLE = {"completed": "bold green", "running": "bold cyan", "pending": "cyan", "stopped": "bold yellow",
-               "failed": "bold red", "unknown": "bold magenta"}
 
 
 def progress_line(events: Sequence[Event], *, steps: int | None = None) -> str:

@@ -19,13 +19,13 @@ from jobs.spec.events import (AttemptStarted, CheckpointCommitted, CheckpointSki
                               NodeSample, RankError, RunEnded, RunStarted, StepReport)
 from jobs.spec.rundir import RunDir
 from orchestrator.monitoring.goodput import PARTS, Goodput
-from orchestrator.monitoring.plots import PART_STYLE, duration, write_plots
-from orchestrator.monitoring.progress import KIND_STYLE, STATE_STYLE
 from orchestrator.monitoring.summary import RunSummary
 from orchestrator.monitoring.wandb_files import wandb_location
+from orchestrator.monitoring.wording import KIND_STYLE, PART_STYLE, STATE_STYLE, duration
 
 T = TypeVar("T")
 BAR_WIDTH = 64  # characters of the goodput bar
+TRACEBACK_LINES = 7  # of each exception of a chain
 GIB = 2**30
 
 
@@ -47,7 +47,8 @@ def render_report(summary: RunSummary, events: Sequence[Event], *, run_dir: RunD
                   pictures: Sequence[Path]) -> RenderableType:
     """The status, then each attempt's story with its evidence, the loss along the run, and where the pictures lie."""
     parts: list[RenderableType] = [render_status(summary, events, run_dir=run_dir)]
-    parts += [_story(diagnosis, events) for diagnosis in _all(events, Diagnosis) if diagnosis.kind != "completed"]
+    parts += [_story(diagnosis, events, run_dir=run_dir) for diagnosis in _all(events, Diagnosis)
+              if diagnosis.kind != "completed"]
     if summary.losses:
         parts.append(_curve(summary))
     lines = [Text.assemble(("pictures     ", "bold"), str(picture)) for picture in pictures[:1]]
@@ -57,6 +58,8 @@ def render_report(summary: RunSummary, events: Sequence[Event], *, run_dir: RunD
 
 def write_report(summary: RunSummary, events: Sequence[Event], *, run_dir: RunDir) -> list[Path]:
     """The pictures of `orc report`, into RunDir.report; returns their paths."""
+    from orchestrator.monitoring.plots import write_plots  # loads matplotlib: a second that `orc status` need not wait
+
     return write_plots(events, ledger=summary.goodput, title=run_dir.path.name, folder=run_dir.report)
 
 
@@ -152,9 +155,10 @@ def _checkpoints(events: Sequence[Event], *, run_dir: RunDir) -> Text:
 
 def _goodput(ledger: Goodput) -> RenderableType:
     share = "unknown, no step reported" if ledger.goodput is None else f"{ledger.goodput:.1%}"
-    lines: list[RenderableType] = [Text.assemble(("goodput      ", "bold"), (share, "bold"), f" of {duration(ledger.wall_s)}")]
+    headline = Text.assemble(("goodput      ", "bold"), (share, "bold"), f" of {duration(ledger.wall_s)}")
     if ledger.steps_lost:
-        lines[0].append(f"; {ledger.steps_lost} steps lost")
+        headline.append(f"; {ledger.steps_lost} steps lost")
+    lines: list[RenderableType] = [headline]
     if ledger.wall_s > 0:
         bar, legend, filled, spent = Text(" " * 13), [], 0, 0.0
         for part in PARTS:
@@ -181,7 +185,7 @@ def _wandb(summary: RunSummary, *, run_dir: RunDir) -> Text:
     return text
 
 
-def _story(diagnosis: Diagnosis, events: Sequence[Event]) -> Panel:
+def _story(diagnosis: Diagnosis, events: Sequence[Event], *, run_dir: RunDir) -> Panel:
     lines = [Text(diagnosis.summary, style="bold")]
     if diagnosis.suspects:
         lines.append(Text(f"suspects: {', '.join(diagnosis.suspects)}"))
@@ -191,12 +195,24 @@ def _story(diagnosis: Diagnosis, events: Sequence[Event]) -> Panel:
     errors = [error for error in _all(events, RankError) if error.attempt == diagnosis.attempt]
     if errors:
         earliest = min(errors, key=lambda error: error.t)
-        lines += [Text(f"earliest traceback, of rank {earliest.rank}:"), Text(earliest.traceback.rstrip(), style="dim")]
+        log = run_dir.rank_log(diagnosis.attempt, earliest.rank)
+        lines += [Text(f"earliest traceback, of rank {earliest.rank}; whole in {log}:"),
+                  Text(_shortened(earliest.traceback), style="dim")]
     for decision in _all(events, Decision):
         if decision.attempt == diagnosis.attempt:
             lines.append(Text.assemble((f"→ {decision.act}  ", "bold"), decision.reason))
     return Panel(Group(*lines), title=f"attempt {diagnosis.attempt}: {diagnosis.kind}", title_align="left",
                  box=box.ROUNDED, border_style=KIND_STYLE.get(diagnosis.kind, "red"))
+
+
+def _shortened(traceback: str) -> str:
+    """The last lines of each exception of a chain: the first is the root, the last is what ended the rank."""
+    blocks = traceback.rstrip().split("\n\n")
+    shown = []
+    for block in blocks:
+        lines = [line for line in block.splitlines() if line.strip(" ^~")]  # markers point at what is cut off
+        shown.append("\n".join([*(["  …"] if len(lines) > TRACEBACK_LINES else []), *lines[-TRACEBACK_LINES:]]))
+    return "\n\n".join(shown)
 
 
 def _curve(summary: RunSummary) -> Table:

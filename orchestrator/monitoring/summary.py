@@ -59,7 +59,7 @@ class RunSummary:
 def summarize(events: Sequence[Event], *, run_dir: RunDir, submissions: Sequence[Submission] = (),
               job_state: JobState | None = None, now: float | None = None) -> RunSummary:
     """`job_state` is the scheduler's word on the newest job (None: not asked); it decides only where the
-    history has no end. `now` is where the ledger of such a run is cut off (None: at its last event)."""
+    history has no end. `now` is where the ledger of a live run is cut off (None: at its last event)."""
     events = list(events)
     steps = [event for event in events if isinstance(event, StepReport)]
     kept = kept_steps(events)
@@ -67,15 +67,17 @@ def summarize(events: Sequence[Event], *, run_dir: RunDir, submissions: Sequence
     losses = {s.step: s.loss for s in steps}
     final_step = _final_step(events)
     starts = [event for event in events if isinstance(event, RunStarted)]
+    state = _state(events, job_state=job_state)
     return RunSummary(
-        state=_state(events, job_state=job_state),
+        state=state,
         final_step=final_step,
         final_loss=losses.get(final_step) if final_step is not None else None,
         losses=dict(sorted(losses.items())),
         attempts=tuple(_attempts(events)),
         tokens_per_s=_median(s.tokens_per_s for s in productive),
         mfu=_median(s.mfu for s in productive),
-        goodput=goodput(events, submissions=submissions, now=now),
+        goodput=goodput(events, submissions=submissions,
+                         now=now if state in ("pending", "running") else None),
         wandb=WandbLocation(id=starts[-1].wandb_id if starts else None, dir=str(run_dir.wandb)),
     )
 

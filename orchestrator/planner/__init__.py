@@ -53,7 +53,7 @@ def plan(model: ModelSpec, *, training: TrainingSpec, cluster: ClusterSpec, requ
         job=_job(question, headroom=headroom),
         layout=winner.layout,
         predicted=winner.predicted,
-        memory=tuple(stage_memory(model, winner.layout, training=training, stage=s)
+        memory=tuple(stage_memory(model, winner.layout, training=training, stage=s, device=cluster.device)
                      for s in range(winner.layout.dims.pp)),
         communication=winner.transfers,
         candidates=len(free),
@@ -104,7 +104,8 @@ def _not_asked_for(winner: Priced, free: list[Priced], *, request: ParallelReque
 
 def _ruled_out(one: Priced, winner: Priced, *, request: ParallelRequest) -> str:
     faster = winner.predicted.step_time_s / one.predicted.step_time_s - 1
-    has = {name: getattr(one.layout.dims, name) for name in WORLD_AXES} | {"microbatch_size": one.layout.microbatch_size}
+    has = {name: getattr(one.layout.dims, name) for name in WORLD_AXES}
+    has["microbatch_size"] = one.layout.microbatch_size
     against = [f"{name}={value}" for name, value in _fixes(request).items() if has[name] != value]
     return f"{faster:.1%} faster, but the request fixes {', '.join(against)}"
 

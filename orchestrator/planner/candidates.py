@@ -65,11 +65,14 @@ def _tp_messages(tp: int, question: Question) -> Iterator[str]:
         if size % tp:
             reason = " under sequence parallelism" if name == "training.seq_len" else ""
             yield f"does not divide {name}={size}{reason}"
-    per_node = question.cluster.gpus_per_node
-    if per_node % tp and not question.allow_tp_across_nodes:
-        yield (f"crosses nodes of cluster.gpus_per_node={per_node}, where a link carries "
-               f"{question.cluster.inter_node_gb_s:g} GB/s instead of {question.cluster.link_gb_s:g} "
-               f"(placement.allow_tp_across_nodes=true permits it)")
+    cluster = question.cluster
+    if cluster.gpus_per_node % tp and not question.allow_tp_across_nodes:
+        permit = "placement.allow_tp_across_nodes=true permits it"
+        if tp < cluster.gpus_per_node:
+            yield f"does not divide cluster.gpus_per_node={cluster.gpus_per_node}: some groups would span nodes ({permit})"
+        else:
+            yield (f"crosses nodes of cluster.gpus_per_node={cluster.gpus_per_node}, {cluster.link_gb_s:g} GB/s inside "
+                   f"and {cluster.inter_node_gb_s:g} GB/s per GPU between them ({permit})")
 
 
 def pp_problems(pp: int, question: Question) -> list[Problem]:
@@ -118,7 +121,7 @@ def schedule_problems(num_microbatches: int, pp: int, dp: int, question: Questio
 def request_problems(question: Question) -> list[Problem]:
     """What is impossible about the fixed values alone, all at once."""
     request, world = question.request, question.world_size
-    problems = []
+    problems = _model_problems(question.model)
     for axis in ("cp", "ep"):
         if getattr(request, axis) not in (1, "auto"):
             problems.append(Problem(where=f"parallel.{axis}", value=getattr(request, axis),
@@ -138,6 +141,21 @@ def request_problems(question: Question) -> list[Problem]:
     dp = _implied_dp(fixed, world)
     if dp is not None:
         problems += batch_problems(dp, 1 if request.microbatch_size == "auto" else request.microbatch_size, question)
+    return problems
+
+
+def _model_problems(model: ModelSpec) -> list[Problem]:
+    """Heads that no layout can compute."""
+    problems = []
+    if model.head_dim is None and model.dim % model.num_heads:
+        problems.append(Problem(where="model.num_heads", value=model.num_heads, message=f"does not divide model.dim="
+                                f"{model.dim}; try {_list(divisors(model.dim))}, or set model.head_dim"))
+    elif model.head_size % 2:
+        problems.append(Problem(where="model.head_dim", value=model.head_size, message="is odd, but rotary positions "
+                                f"turn pairs; try {model.head_size + 1}"))
+    if model.num_heads % model.num_kv_heads:
+        problems.append(Problem(where="model.num_kv_heads", value=model.num_kv_heads, message="does not divide "
+                                f"model.num_heads={model.num_heads}; try {_list(divisors(model.num_heads))}"))
     return problems
 
 

@@ -107,23 +107,24 @@ def hidden_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSpec) ->
 
 def _tensor_parallel(book: _Book, model: ModelSpec, *, training: TrainingSpec, stage: int) -> None:
     """Megatron's f and g around attention and FFN. With sequence parallelism each all-reduce becomes an
-    all-gather and a reduce-scatter of the same bytes, forward and backward. Recomputing a block, in full
-    or selectively, repeats its forward's collectives."""
+    all-gather and a reduce-scatter of the same bytes, forward and backward. Recomputing a layer, in full or
+    selectively, repeats its forward's collectives but for the last: once the FFN's output projection has its
+    input again, torch stops."""
     layout, dims = book.layout, book.layout.dims
-    layers, m = layout.layers_per_stage[stage], layout.num_microbatches
-    passes = 2 if layout.recompute == "none" else 3
+    layer_passes = layout.layers_per_stage[stage] * layout.num_microbatches
     payload = hidden_bytes(model, layout, training=training)
-    blocks = 2 * layers * m * passes  # attention and FFN of every layer
-    ends = (int(stage == 0) + int(stage == dims.pp - 1)) * m  # embedding; output projection
+    entered, left = (2, 1) if layout.recompute != "none" else (0, 0)  # again, per layer: attention and FFN
+    ends = (int(stage == 0) + int(stage == dims.pp - 1)) * layout.num_microbatches  # embedding; output projection
+    again = {"all_gather": entered, "reduce_scatter": left, "all_reduce": left}
     for op in ("all_gather", "reduce_scatter") if layout.sequence_parallel else ("all_reduce",):
-        book.add("tp", op, "attention and ffn", payload_bytes=payload, times=blocks)
+        book.add("tp", op, "attention and ffn", payload_bytes=payload, times=layer_passes * (4 + again[op]))
         book.add("tp", op, "embedding and output", payload_bytes=payload, times=ends)
     if stage == dims.pp - 1:
         tokens = layout.microbatch_size * training.seq_len // dims.cp
-        book.add("tp", "all_reduce", "loss: maximum", payload_bytes=4 * tokens, times=m)
-        book.add("tp", "all_reduce", "loss: sum, target", payload_bytes=8 * tokens, times=m)
+        book.add("tp", "all_reduce", "loss: maximum", payload_bytes=4 * tokens, times=layout.num_microbatches)
+        book.add("tp", "all_reduce", "loss: sum, target", payload_bytes=8 * tokens, times=layout.num_microbatches)
     if layout.sequence_parallel:
-        norms = 2 * layers + int(stage == dims.pp - 1)
+        norms = 2 * layout.layers_per_stage[stage] + int(stage == dims.pp - 1)
         book.add("tp", "all_reduce", "norm gradients", payload_bytes=4 * norms * model.dim / dims.dp_shard, times=1)
 
 

@@ -23,7 +23,8 @@ from orchestrator.planner.memory import stage_memory, stage_params
 from orchestrator.planner.plan import Prediction, Transfer
 
 # Share of the best measured matmul (GpuSpec.matmul_efficiency) that a training step sustains: mixed shapes and
-# power limits. Chosen, not fitted, between the compiled and the eager 7B rows of FMS-FSDP on H100.
+# power limits. Chosen to meet one published row, compiled Llama-2 7B with FSDP on 96 H100 (9,600 tokens/s/GPU);
+# eager rows of the same source are up to a third slower than predicted.
 SUSTAINED_MATMUL = 0.70
 # Fused attention against the same matmul rate: FlashAttention-2 reaches 190 of 271 TFLOP/s on A100, ~400 of 790
 # on H100 (arXiv:2307.08691, arXiv:2407.08608).
@@ -76,8 +77,8 @@ def price(model: ModelSpec, layout: Layout, *, training: TrainingSpec, cluster: 
     tail_s = max(stage.tail_s for stage in stages)
     optimizer_s = max(_optimizer_s(model, layout, cluster=cluster, stage=s) for s in _telling_stages(layout))
     step_s = pipeline_s + tail_s + optimizer_s
-    memory = max((stage_memory(model, layout, training=training, stage=s) for s in _telling_stages(layout)),
-                 key=lambda stage: stage.total_bytes)
+    memory = max((stage_memory(model, layout, training=training, stage=s, device=cluster.device)
+                  for s in _telling_stages(layout)), key=lambda stage: stage.total_bytes)
     per_gpu = training.global_batch_size * training.seq_len / step_s / layout.dims.world_size
     flops = model_flops_per_token(model, seq_len=training.seq_len, convention=convention)
     executed = flops + _recomputed_flops(model, layout, seq_len=training.seq_len, convention=convention)

@@ -8,6 +8,7 @@ generalised here to grouped-query attention and gated FFNs; 1F1B holds min(m, p 
 """
 from dataclasses import dataclass
 
+from jobs.spec.job import Device
 from jobs.spec.model import ModelSpec, attention_params, embedding_params, ffn_params
 from jobs.spec.parallel import Layout, Recompute
 from jobs.spec.training import DTYPE_BYTES, TrainingSpec
@@ -34,14 +35,17 @@ class BlockShape:
     dropout: bool = False  # one byte per masked element
     flash_attention: bool = True  # False keeps the s×s scores: the 5·a·s²·b term
     regathers_inputs: bool = False  # Megatron's sequence parallelism gathers the projections' inputs again in backward
+    # False is torch's RMSNorm on CPU, a chain of kernels: it keeps its input and the normalised input in float32.
+    fused_norms: bool = True
     element_bytes: int = 2
 
 
-def block_shape(model: ModelSpec, *, microbatch_size: int, seq_len: int, element_bytes: int) -> BlockShape:
+def block_shape(model: ModelSpec, *, microbatch_size: int, seq_len: int, element_bytes: int,
+                device: Device) -> BlockShape:
     """The block of our own decoder. Its tensor parallelism keeps the gathered inputs of the projections."""
     return BlockShape(seq_len=seq_len, microbatch_size=microbatch_size, dim=model.dim, num_heads=model.num_heads,
                       num_kv_heads=model.num_kv_heads, head_dim=model.head_size, ffn_dim=model.ffn_dim,
-                      element_bytes=element_bytes)
+                      fused_norms=device == "cuda", element_bytes=element_bytes)
 
 
 def block_activation_bytes(shape: BlockShape, *, tp: int, sequence_parallel: bool, recompute: Recompute) -> float:
@@ -61,7 +65,7 @@ def block_activation_bytes(shape: BlockShape, *, tp: int, sequence_parallel: boo
     if recompute == "selective":
         # Outputs of every matmul and of attention: those of wo and down are partial sums of the whole width.
         return tokens * (block_input + element * (2 * shape.dim + (heads + 2 * shape.ffn_dim) / tp))
-    norms = 2 * element * shape.dim / on_sequence
+    norms = 2 * (element if shape.fused_norms else 8) * shape.dim / on_sequence
     projections = 2 * element * shape.dim / (on_sequence if shape.regathers_inputs else 1)
     masks = 2 * shape.dim / on_sequence if shape.dropout else 0
     # GELU keeps its input and output; eager SwiGLU keeps gate, up, silu(gate) and their product
@@ -100,7 +104,8 @@ def stage_params(model: ModelSpec, layout: Layout, stage: int) -> int:
     return layout.layers_per_stage[stage] * block_params(model, tp=tp) + ends
 
 
-def stage_memory(model: ModelSpec, layout: Layout, *, training: TrainingSpec, stage: int) -> StageMemory:
+def stage_memory(model: ModelSpec, layout: Layout, *, training: TrainingSpec, stage: int,
+                 device: Device) -> StageMemory:
     """Peak bytes of a rank of `stage`."""
     dims = layout.dims
     first, last = stage == 0, stage == dims.pp - 1
@@ -116,7 +121,7 @@ def stage_memory(model: ModelSpec, layout: Layout, *, training: TrainingSpec, st
         gradients_bytes=_gradients_bytes(layout, training=training, params=params, shard=shard),
         optimizer_bytes=ADAM_BYTES * shard,
         gathered_bytes=_gathered_bytes(model, layout, training=training, stage=stage, params=params),
-        activations_bytes=_activations_bytes(model, layout, training=training, stage=stage, held=held),
+        activations_bytes=_activations_bytes(model, layout, training=training, stage=stage, held=held, device=device),
         logits_bytes=_logits_bytes(model, layout, training=training) if last else 0,
     )
 
@@ -148,11 +153,12 @@ def _gathered_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSpec,
     return gathered + reduced
 
 
-def _activations_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSpec, stage: int, held: int) -> int:
+def _activations_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSpec, stage: int, held: int,
+                       device: Device) -> int:
     dims = layout.dims
     element = DTYPE_BYTES[training.param_dtype]
     shape = block_shape(model, microbatch_size=layout.microbatch_size, seq_len=training.seq_len // dims.cp,
-                        element_bytes=element)
+                        element_bytes=element, device=device)
     split = {"tp": dims.tp, "sequence_parallel": layout.sequence_parallel}
     per_block = block_activation_bytes(shape, recompute=layout.recompute, **split)
     hidden = element * shape.seq_len * shape.microbatch_size * model.dim

@@ -50,7 +50,7 @@ def diagnose(health: Health, *, history: tuple[Diagnosis, ...], user_error_repea
     kind, summary = root.kind, root.summary
     same = 1
     for earlier in reversed(history):
-        if earlier.fingerprint != root.fingerprint or earlier.step != health.last_step:
+        if earlier.fingerprint != root.fingerprint or earlier.step != health.reached:
             break
         same += 1
     if kind == "crash" and root.fingerprint.startswith("exception:") and same >= user_error_repeats:
@@ -58,7 +58,7 @@ def diagnose(health: Health, *, history: tuple[Diagnosis, ...], user_error_repea
         summary = f"{summary}; the same exception at the same step {same} times"
     suspects = tuple(_suspect(cause) for cause in causes if not cause.echo) or (_suspect(root),)
     return Diagnosis(t=t, attempt=health.attempt, kind=kind, summary=summary, suspects=tuple(dict.fromkeys(suspects)),
-                     rank=root.rank, node=root.node, step=health.last_step, fingerprint=root.fingerprint,
+                     rank=root.rank, node=root.node, step=health.reached, fingerprint=root.fingerprint,
                      evidence=root.evidence)
 
 

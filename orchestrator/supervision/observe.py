@@ -17,6 +17,7 @@ class Health:
     attempt: int
     world_size: int
     nodes: tuple[str, ...]
+    resume_step: int | None = None
     exits: tuple[RankExit, ...] = ()
     errors: tuple[RankError, ...] = ()
     lost: tuple[AgentLost, ...] = ()
@@ -25,6 +26,11 @@ class Health:
     first_step: int | None = None
     last_step: int | None = None
     committed_step: int | None = None
+
+    @property
+    def reached(self) -> int | None:
+        """Updates completed: here, or before this attempt where it completed none."""
+        return self.resume_step if self.last_step is None else self.last_step
 
     @property
     def failed(self) -> bool:

@@ -105,7 +105,8 @@ class Supervisor:
                            run_dir=self.run_dir.path, attempt=attempt, resume_step=newest)
         write_json(self.run_dir.placement(attempt), placement.to_dict())
         write_json(self.run_dir.job(attempt), to_dict(job))
-        self.health = Health(attempt=attempt, world_size=job.world_size, nodes=placement.nodes)
+        self.health = Health(attempt=attempt, world_size=job.world_size, nodes=placement.nodes,
+                             resume_step=newest)
         self.commits = Commits(self.run_dir, job)
         self.journal.write(AttemptStarted(t=time.time(), attempt=attempt, nodes=placement.nodes,
                                           world_size=job.world_size, resume_step=newest, layout=str(self.layout or "command")))
@@ -152,9 +153,9 @@ class Supervisor:
         t = time.time()
         if self.stop is not None:
             diagnosis = Diagnosis(t=t, attempt=health.attempt, kind=self.stop.kind, summary=str(self.stop),
-                                  step=health.last_step)
+                                  step=health.reached)
         elif health.completed:
-            diagnosis = Diagnosis(t=t, attempt=health.attempt, kind="completed", step=health.last_step,
+            diagnosis = Diagnosis(t=t, attempt=health.attempt, kind="completed", step=health.reached,
                                   summary=f"all {health.world_size} ranks have finished")
         else:
             diagnosis = diagnose(health, history=self.journal.diagnoses, t=t,
@@ -166,7 +167,7 @@ class Supervisor:
                           policy=self.policy, t=t)
         self.journal.write(decision)
         self.journal.write(AttemptEnded(t=time.time(), attempt=health.attempt, first_step=health.first_step,
-                                        last_step=health.last_step))
+                                        last_step=health.reached))
         return decision
 
     # -------------------------------------------------------------- watching

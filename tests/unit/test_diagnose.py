@@ -1,4 +1,6 @@
 """diagnose: the earliest root over all ranks, echoes set aside; the same bug twice is the user's."""
+import dataclasses
+
 import pytest
 
 from jobs.spec.events import AgentLost, Diagnosis, RankError, RankExit
@@ -95,6 +97,15 @@ def test_the_limit_of_repeats_is_the_policys() -> None:
 def test_progress_in_between_is_no_repeat() -> None:
     earlier = Diagnosis(t=0.0, attempt=1, kind="crash", summary="", step=3, fingerprint=first().fingerprint)
     assert again(earlier, 3, "row 17 is bad").kind == "crash"
+
+
+def test_an_attempt_that_fails_in_its_first_step_has_reached_what_it_resumed_from() -> None:
+    health = Health(attempt=2, world_size=8, nodes=("node-0",), resume_step=12, exits=(), errors=())
+    events = [error(3, 10.0, "ValueError", "row 17 is bad"), end(3, 10.1, code=1)]
+    for event in events:
+        health = observe(health, dataclasses.replace(event, attempt=2))
+    earlier = Diagnosis(t=0.0, attempt=1, kind="crash", summary="", step=12, fingerprint=first().fingerprint)
+    assert diagnose(health, history=(earlier,), user_error_repeats=2, t=99.0).kind == "user_error"
 
 
 def test_a_repeated_kill_is_never_the_users_error() -> None:

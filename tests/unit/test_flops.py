@@ -6,7 +6,8 @@ from tests.helpers.planning import LLAMA3_8B, LLAMA3_70B, LLAMA3_405B
 
 PARAMS = [(LLAMA3_8B, 8.03e9), (LLAMA3_70B, 70.6e9), (LLAMA3_405B, 405.9e9)]
 
-# Printed (rounded) by one publisher under two conventions (seq_len 8192, H100): model, tokens/s/GPU, TFLOP/s/GPU, convention
+# Printed (rounded) by one publisher under two conventions, seq_len 8192 on H100:
+# model, tokens/s/GPU, TFLOP/s/GPU, convention
 PRINTED_TFLOPS = [
     (LLAMA3_8B, 13812, 800, "full"),
     (LLAMA3_70B, 1621, 780, "full"),

@@ -92,6 +92,11 @@ LEDGERS = {
     "supervisor died with its job: detection until the next submission": (
         [*TWO_STEPS, started(50.0, "2"), attempt(51.0, 2), step(53.0, 2, 1)], [(0.0, "1"), (40.0, "2")], None,
         {"startup_s": 3, "lost_work_s": 2, "detection_s": 35, "queue_s": 10, "restart_s": 2, "productive_s": 1}),
+    "a resume waits in the queue": (
+        [*TWO_STEPS, saved(5.0, 1, 2), ended(5.0, "stopped")], [(0.0, "1"), (25.0, "2")], 65.0,
+        {"startup_s": 3, "productive_s": 2, "other_s": 20, "queue_s": 40}),
+    "a submission that was withdrawn counts as queue": (
+        TWO_STEPS, [(-30.0, "withdrawn"), (-10.0, "1")], None, {"queue_s": 30, "startup_s": 3, "productive_s": 2}),
     "a new supervisor finds the ranks training on": (
         [*TWO_STEPS, started(9.0), step(6.0, 1, 3), step(7.0, 1, 4), step(8.0, 1, 5), ended(10.0)], [], None,
         {"startup_s": 3, "productive_s": 5, "other_s": 2}),
@@ -126,7 +131,8 @@ def test_two_attempts_divide_as_they_were_made():
 def test_parts_sum_to_the_wall_time_of_any_history(seed):
     """Random order, skewed clocks, missing events: what no supervisor would write must still add up."""
     rng = random.Random(seed)
-    makers = [lambda t: started(t, str(rng.randint(1, 3))), lambda t: attempt(t, rng.randint(1, 4), rng.choice([None, 3])),
+    makers = [lambda t: started(t, str(rng.randint(1, 3))),
+              lambda t: attempt(t, rng.randint(1, 4), rng.choice([None, 3])),
               lambda t: step(t, rng.randint(1, 4), rng.randint(1, 9), stall=rng.choice([0.0, 0.7])),
               lambda t: saved(t, 1, rng.randint(1, 9)), lambda t: killed(t, 1, rng.choice([None, 0, 1])),
               lambda t: diagnosis(t, 1, rng.choice(["crash", "hang", "completed", "stopped"])),

@@ -53,7 +53,8 @@ def test_recompute_keeps_less_the_more_it_recomputes():
 @pytest.mark.parametrize("gpus,gb", ZERO3_7B_GB)
 def test_sharded_states_of_a_7b_model(gpus, gb):
     spec = training(global_batch_size=gpus)
-    memory = stage_memory(LLAMA3_8B, layout_of(LLAMA3_8B, dims={"dp_shard": gpus}), training=spec, stage=0)
+    layout = layout_of(LLAMA3_8B, dims={"dp_shard": gpus})
+    memory = stage_memory(LLAMA3_8B, layout, training=spec, stage=0, device="cuda")
     states = memory.parameters_bytes + memory.gradients_bytes + memory.optimizer_bytes
     assert states / num_params(LLAMA3_8B) * 7e9 == pytest.approx(gb * 1e9, rel=1e-6)
 
@@ -61,7 +62,7 @@ def test_sharded_states_of_a_7b_model(gpus, gb):
 def test_accumulating_microbatches_keeps_unsharded_gradients():
     spec = training(global_batch_size=16)
     once, accumulated = (stage_memory(SMALL, layout_of(SMALL, dims={"dp_shard": 4}, num_microbatches=m),
-                                      training=spec, stage=0).gradients_bytes for m in (1, 4))
+                                      training=spec, stage=0, device="cuda").gradients_bytes for m in (1, 4))
     assert (once, accumulated) == (num_params(SMALL), 4 * num_params(SMALL))
 
 
@@ -87,10 +88,10 @@ def test_1f1b_microbatches_in_flight(pp, m, expected):
 def test_logits_weigh_on_the_last_stage_only():
     spec = training(global_batch_size=4, seq_len=8192, param_dtype="bfloat16")
     layout = layout_of(LLAMA3_8B, dims={"pp": 2}, num_microbatches=4)
-    logits = [stage_memory(LLAMA3_8B, layout, training=spec, stage=s).logits_bytes for s in range(2)]
+    logits = [stage_memory(LLAMA3_8B, layout, training=spec, stage=s, device="cuda").logits_bytes for s in range(2)]
     assert logits == [0, 12 * 8192 * 128256]  # bf16, float32 and its gradient, bf16 gradient
 
 
 def test_single_float32_rank_gathers_nothing():
-    memory = stage_memory(SMALL, layout_of(SMALL), training=training(global_batch_size=1), stage=0)
+    memory = stage_memory(SMALL, layout_of(SMALL), training=training(global_batch_size=1), stage=0, device="cuda")
     assert memory.gathered_bytes == 0

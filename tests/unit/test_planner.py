@@ -16,7 +16,8 @@ from orchestrator.load import load
 from orchestrator.planner import PlanError, layout_from_flat, plan_from_dict, plan_json
 from orchestrator.planner.cost import price
 from orchestrator.planner.show import show_plan
-from tests.helpers.planning import (LLAMA3_8B, LLAMA3_70B, LLAMA3_405B, SMALL, cpu, h100, layout_of, plan_for, training)
+from tests.helpers.planning import (GOLDEN, GOLDEN_PLANS, LLAMA3_8B, LLAMA3_70B, LLAMA3_405B, SMALL, cpu, flatten,
+                                    golden_plan, h100, layout_of, plan_for, training)
 
 RUNS = Path(__file__).parents[2] / "configs" / "runs"
 SIX_HEADS = dataclasses.replace(SMALL, dim=192, num_heads=6, num_kv_heads=6)
@@ -37,7 +38,13 @@ SPACES = [
 IMPOSSIBLE = {
     "heads": (SIX_HEADS, cpu(2), 16, {"tp": 4},
               ["parallel.tp: 4 does not divide model.num_heads=6", "try 1, 2"]),
-    "kv heads": (SMALL, cpu(1, 8), 16, {"tp": 8}, ["parallel.tp: 8 does not divide model.num_kv_heads=4", "try 1, 2, 4"]),
+    "kv heads": (SMALL, cpu(1, 8), 16, {"tp": 8},
+                 ["parallel.tp: 8 does not divide model.num_kv_heads=4", "try 1, 2, 4"]),
+    "head groups": (dataclasses.replace(SMALL, num_kv_heads=3), cpu(1), 16, {},
+                    ["model.num_kv_heads: 3 does not divide model.num_heads=8", "try 1, 2, 4, 8"]),
+    "head size": (dataclasses.replace(SMALL, dim=250), cpu(1), 16, {},
+                  ["model.num_heads: 8 does not divide model.dim=250"]),
+    "odd head size": (dataclasses.replace(SMALL, head_dim=31), cpu(1), 16, {}, ["model.head_dim: 31 is odd"]),
     "vocabulary": (ODD, cpu(1, 3), 16, {"tp": 3}, ["does not divide model.vocab_size=250", "model.ffn_dim=250"]),
     "layers": (SMALL, cpu(2), 16, {"pp": 8}, ["parallel.pp: 8 is above model.num_layers=4", "at most 4"]),
     "batch below dp": (SMALL, cpu(2), 4, {"tp": 1, "pp": 1},
@@ -50,14 +57,17 @@ IMPOSSIBLE = {
                          ["parallel.pp: 4 needs at least as many microbatches for 1f1b"]),
     "world": (SMALL, cpu(2), 16, {"dp_replicate": 1, "dp_shard": 2, "tp": 2, "pp": 4},
               ["dp_replicate=1 × dp_shard=2 × tp=2 × pp=4 = 16 ranks", "2 nodes × 4 GPUs = 8 ranks"]),
-    "world, not all fixed": (SMALL, cpu(2), 15, {"dp_shard": 3}, ["dp_shard=3 = 3 does not divide", "try dp_shard=1, 2, 4, 8"]),
+    "world, not all fixed": (SMALL, cpu(2), 15, {"dp_shard": 3},
+                             ["dp_shard=3 = 3 does not divide", "try dp_shard=1, 2, 4, 8"]),
     "cp": (SMALL, cpu(2), 16, {"cp": 2}, ["parallel.cp: 2 is not trained yet by this version"]),
     "ep": (SMALL, cpu(2), 16, {"ep": 2}, ["parallel.ep: 2 is not trained yet by this version"]),
     "zero": (SMALL, cpu(2), 16, {"tp": 0}, ["parallel.tp: 0 must be at least 1"]),
-    "microbatch of zero": (SMALL, cpu(2), 16, {"microbatch_size": 0}, ["parallel.microbatch_size: 0 must be at least 1"]),
+    "microbatch of zero": (SMALL, cpu(2), 16, {"microbatch_size": 0},
+                           ["parallel.microbatch_size: 0 must be at least 1"]),
     "several at once": (SIX_HEADS, cpu(2), 16, {"tp": 4, "pp": 20, "cp": 2},
                         ["parallel.tp: 4", "parallel.pp: 20", "parallel.cp: 2", "does not divide 2 nodes × 4 GPUs"]),
-    "sequence": (SMALL, cpu(1), 16, {"tp": 4, "seq_len": 126}, ["does not divide training.seq_len=126 under sequence parallelism"]),
+    "sequence": (SMALL, cpu(1), 16, {"tp": 4, "seq_len": 126},
+                 ["does not divide training.seq_len=126 under sequence parallelism"]),
 }
 
 # model, nodes, seconds the search may take on one core
@@ -80,8 +90,9 @@ def legal(model, cluster, batch, fixed, *, seq_len=128):
             rows = dp_replicate * dp_shard * size
             if batch % rows == 0 and batch // rows >= pp:
                 yield Layout(dims=ParallelDims(dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp, pp=pp),
-                             microbatch_size=size, num_microbatches=batch // rows, sequence_parallel=sequence_parallel,
-                             layers_per_stage=split_layers(model.num_layers, pp), recompute=fixed.get("recompute", "none"))
+                             microbatch_size=size, num_microbatches=batch // rows,
+                             layers_per_stage=split_layers(model.num_layers, pp),
+                             sequence_parallel=sequence_parallel, recompute=fixed.get("recompute", "none"))
 
 
 @pytest.mark.parametrize("model,cluster,batch,fixed", SPACES, ids=range(len(SPACES)))
@@ -220,6 +231,13 @@ def test_large_searches_are_quick(model, nodes, batch, limit_s):
     chosen = plan_for(model, h100(nodes), spec, recompute="full", clock=time.process_time)
     assert chosen.predicted.memory_gib <= chosen.predicted.memory_limit_gib
     assert chosen.search_s < limit_s
+
+
+@pytest.mark.parametrize("name", GOLDEN_PLANS)
+def test_plans_change_only_on_purpose(name):
+    """Against the recorded plan; `python -m tests.helpers.planning` records anew."""
+    recorded = json.loads((GOLDEN / f"plan_{name}.json").read_text())
+    assert flatten(plan_json(golden_plan(name))) == flatten(recorded)
 
 
 @pytest.mark.parametrize("run", sorted(RUNS.glob("*.yaml")), ids=lambda path: path.stem)

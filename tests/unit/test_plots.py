@@ -9,7 +9,8 @@ from matplotlib.text import Annotation
 
 from jobs.spec.events import AttemptStarted
 from orchestrator.monitoring.goodput import goodput
-from orchestrator.monitoring.plots import STYLE, duration, goodput_figure, loss_figure, throughput_figure, write_plots
+from orchestrator.monitoring.plots import STYLE, goodput_figure, loss_figure, throughput_figure, write_plots
+from orchestrator.monitoring.wording import duration
 from tests.helpers.histories import step_report, two_attempts
 
 EVENTS = two_attempts()

@@ -1,5 +1,7 @@
 """What a person reads: the status, the report, and the progress line on a terminal and in a log file."""
 import io
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -80,6 +82,25 @@ def test_report_tells_the_story_with_evidence_and_the_earliest_traceback(tmp_pat
     assert [picture.parent for picture in pictures] == [run_dir.report] * 3
 
 
+def test_long_traceback_keeps_the_root_and_what_ended_the_rank(tmp_path):
+    frames = "\n".join(f"  frame {n}" for n in range(50))
+    traceback = (f"Traceback:\n{frames}\nOSError: the root\n\nThe above exception was the direct cause of the "
+                 f"following exception:\n\nTraceback:\n{frames}\nRuntimeError: the end\n")
+    error = RankError(attempt=1, rank=2, step=26, t=T0, type="RuntimeError", message="", traceback=traceback)
+    events = [*EVENTS[:CRASHED], error, *EVENTS[CRASHED:]]
+    run_dir = RunDir(tmp_path / "demo")
+    said = text_of(render_report(summarize(events, run_dir=run_dir), events, run_dir=run_dir, pictures=[]), width=160)
+    assert "OSError: the root" in said and "RuntimeError: the end" in said and "rank-00002.log" in said
+    assert said.count("frame 49") == 2 and "frame 3 " not in said
+
+
+def test_looking_at_a_run_loads_neither_matplotlib_nor_wandb():
+    code = ("import sys, orchestrator.monitoring.status, orchestrator.monitoring.progress\n"
+            "sys.exit(' '.join({'matplotlib', 'wandb', 'torch'} & set(sys.modules)) or None)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_progress_line_is_the_newest_step():
     assert progress_line([]) == "waiting for the first attempt"
     assert progress_line(EVENTS, steps=40) == "step 40/40  loss 2.1434  4,329 tokens/s  MFU 22.2%  attempt 2"
@@ -99,8 +120,9 @@ def shown(events, *, terminal: bool) -> str:
 @pytest.mark.parametrize("terminal", [True, False])
 def test_attempts_diagnoses_and_decisions_are_told_as_they_come(terminal):
     said = shown(EVENTS, terminal=terminal)
-    places = [said.index(words) for words in ("attempt 1  starting", "fault injected: sigkill on rank 3", "crash  rank 3",
-                                              "restart from step 20", "attempt 2  starting", "completed  all steps")]
+    story = ("attempt 1  starting", "fault injected: sigkill on rank 3", "crash  rank 3", "restart from step 20",
+             "attempt 2  starting", "completed  all steps")
+    places = [said.index(words) for words in story]
     assert places == sorted(places)
 
 

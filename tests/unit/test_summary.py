@@ -13,7 +13,8 @@ from tests.helpers.histories import T0, step_report, two_attempts
 
 RUN = RunDir(Path("/runs/demo"))
 EVENTS = two_attempts()
-TO_CRASH = EVENTS[:next(i for i, event in enumerate(EVENTS) if isinstance(event, AttemptStarted) and event.attempt == 2)]
+SECOND = next(event for event in EVENTS if isinstance(event, AttemptStarted) and event.attempt == 2)
+TO_CRASH = EVENTS[:EVENTS.index(SECOND)]
 END = EVENTS[-1].t
 
 # events, what the scheduler says of the job (None: not asked) → state
@@ -70,8 +71,7 @@ def test_last_attempt_that_computed_a_step_wins():
 def test_final_step_is_of_the_newest_attempt():
     summary = summarize(TO_CRASH, run_dir=RUN)
     assert (summary.final_step, summary.final_loss) == (26, summary.losses[26])
-    second = next(event for event in EVENTS if isinstance(event, AttemptStarted) and event.attempt == 2)
-    summary = summarize([*TO_CRASH, second], run_dir=RUN)
+    summary = summarize([*TO_CRASH, SECOND], run_dir=RUN)
     assert (summary.final_step, summary.final_loss) == (20, summary.losses[20])
 
 
@@ -93,6 +93,12 @@ def test_rates_are_medians_over_the_steps_that_were_kept():
     summary = summarize(EVENTS, run_dir=RUN)
     assert summary.tokens_per_s == median(s.tokens_per_s for s in kept)
     assert summary.mfu == median(s.mfu for s in kept)
+
+
+@pytest.mark.parametrize("job_state, wall_s", [("running", 1000.0), ("node_failure", TO_CRASH[-1].t - T0)])
+def test_wall_time_of_a_dead_run_does_not_grow(job_state, wall_s):
+    summary = summarize(TO_CRASH, run_dir=RUN, job_state=job_state, now=T0 + 1000)
+    assert summary.goodput.wall_s == pytest.approx(wall_s, abs=0.5)
 
 
 def test_empty_history_is_nothing_known_and_no_error():

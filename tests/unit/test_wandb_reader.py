@@ -66,7 +66,8 @@ def make_run_dir(path: Path) -> RunDir:
     run_dir.path.mkdir()
     run_dir.config.write_text(yaml.safe_dump({
         "run": "demo", "wandb": {"mode": "offline", "project": "orc", "entity": None, "tags": ["test"]},
-        "training": {"steps": 40}, "data": {"path": f"https://user:{API_KEY}@host/data"}, "hub": {"hf_token": API_KEY}}))
+        "training": {"steps": 40}, "data": {"path": f"https://user:{API_KEY}@host/data"},
+        "hub": {"hf_token": API_KEY}}))
     run_dir.plan.write_text(json.dumps({"layout": {"tp": 2}, "predicted": {"mfu": 0.2}, "rejected": ["x"] * 100}))
     run_dir.secret.write_text(CHANNEL_SECRET)
     return run_dir

@@ -1,0 +1,81 @@
+"""The planner's list of transfers is what the trainer really sends: counted in a real step, per operation."""
+import collections
+import dataclasses
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from jobs.mesh import build_mesh
+from jobs.parallel import parallelize
+from orchestrator.planner.communication import stage_transfers
+from tests.helpers.planning import cpu
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import TINY, TRAINING, layout
+
+pytestmark = pytest.mark.distributed
+
+OPS = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "allreduce_": "all_reduce",
+       "send": "send_recv"}
+
+# degrees and the rest of the layout, and whether the embedding is tied
+CASES = {
+    "tp2": (dict(tp=2), False),
+    "tp2 without sequence parallelism": (dict(tp=2, sequence_parallel=False), False),
+    "tp2 recompute full": (dict(tp=2, recompute="full"), False),
+    "tp2 recompute selective": (dict(tp=2, recompute="selective"), False),
+    "tp2 recompute full without sequence parallelism": (dict(tp=2, recompute="full", sequence_parallel=False), False),
+    "dp_shard2": (dict(dp_shard=2), False),
+    "dp_shard2 without resharding": (dict(dp_shard=2, reshard_after_forward=False), False),
+    "dp_shard2 tied": (dict(dp_shard=2), True),
+    "dp_replicate2": (dict(dp_replicate=2), False),
+    "pp2": (dict(pp=2), False),
+    "pp2 tied": (dict(pp=2), True),
+    "pp2 × dp_shard2, microbatches of one": (dict(pp=2, dp_shard=2, microbatch_size=1), False),
+    "dp_replicate2 × dp_shard2": (dict(dp_replicate=2, dp_shard=2), False),
+    "tp2 × dp_shard2": (dict(tp=2, dp_shard=2), False),
+}
+
+
+class CommunicationLog(TorchDispatchMode):
+    """Counts collectives and the bytes of the full tensors they move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: collections.Counter[tuple[str, int]] = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if func.namespace == "c10d" and name in OPS:
+            tensors = [t for arg in args for t in (arg if isinstance(arg, list | tuple) else [arg])
+                       if isinstance(t, torch.Tensor)]
+            whole = max(t.numel() * t.element_size() for t in tensors)
+            self.seen[OPS[name], whole] += 1
+        return func(*args, **kwargs or {})
+
+
+def communicate(where, model) -> dict[tuple[str, int], int]:
+    """What this rank sends in its second step: the first one also sets things up."""
+    device = torch.device("cpu")
+    mesh = build_mesh(where.dims, device=device)
+    parallel = parallelize(model, mesh=mesh, layout=where, training=TRAINING, device=device)
+    rows = where.microbatch_size * where.num_microbatches
+    tokens = torch.zeros(rows, TRAINING.seq_len, dtype=torch.int64)
+    parallel.forward_backward(tokens, tokens)
+    with CommunicationLog() as log:
+        parallel.forward_backward(tokens, tokens)
+    return dict(log.seen)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_plan_lists_what_the_trainer_sends(case):
+    arguments, tied = CASES[case]
+    model = dataclasses.replace(TINY, tie_embeddings=tied)
+    where = layout(model=model, **arguments)
+    measured = run_ranks(communicate, world_size=where.dims.world_size, args=(where, model))
+    for rank, seen in enumerate(measured):
+        stage = where.dims.coordinate(rank)["pp"]
+        planned: collections.Counter[tuple[str, int]] = collections.Counter()
+        for transfer in stage_transfers(model, where, training=TRAINING, cluster=cpu(1), stage=stage):
+            planned[transfer.op, transfer.payload_bytes] += transfer.times
+        assert seen == dict(planned), f"rank {rank}, stage {stage}"

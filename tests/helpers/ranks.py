@@ -1,0 +1,129 @@
+"""Run a function on N forked ranks with a real gloo group: a multi-rank test in one call.
+
+The parent must not have run a torch operation on several threads before: a matmul of the child would hang.
+Importing this module (which happens before the first test runs) therefore sets one thread. CUDA needs fresh processes: `method="spawn"`, and then `function` must be
+importable.
+"""
+import dataclasses
+import functools
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+torch.set_num_threads(1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RankResult:
+    """What one rank returned, or the traceback of what it raised, or how it died."""
+
+    value: Any = None
+    error: str = ""
+
+
+class RanksFailed(AssertionError):
+    """At least one rank did not return."""
+
+
+def run_ranks(function: Callable[..., Any], *, world_size: int, timeout_s: float = 120.0, args: tuple = (),
+              kwargs: dict[str, Any] | None = None, method: Literal["fork", "spawn"] = "fork") -> list[Any]:
+    """`function(*args, **kwargs)` on every rank of an initialised group; the values by rank. Raises RanksFailed with the
+    tracebacks otherwise."""
+    results = collect_ranks(function, world_size=world_size, timeout_s=timeout_s, args=args, kwargs=kwargs, method=method)
+    failed = [f"rank {rank}: {result.error}" for rank, result in enumerate(results) if result.error]
+    if failed:
+        raise RanksFailed("\n".join(failed))
+    return [result.value for result in results]
+
+
+def collect_ranks(function: Callable[..., Any], *, world_size: int, timeout_s: float = 120.0, args: tuple = (),
+                  kwargs: dict[str, Any] | None = None, method: Literal["fork", "spawn"] = "fork") -> list[RankResult]:
+    """As run_ranks, but failures are results, too: for tests of what happens when a rank dies."""
+    assert torch.get_num_threads() == 1, "a forked rank would hang in its first matmul"
+    context = multiprocessing.get_context(method)
+    with tempfile.TemporaryDirectory() as folder:
+        processes, pipes = [], []
+        for rank in range(world_size):
+            receive, send = context.Pipe(duplex=False)
+            call = functools.partial(function, *args, **(kwargs or {}))
+            process = context.Process(target=_rank, args=(call, rank, world_size, Path(folder), send))
+            process.start()
+            send.close()  # so that the parent sees the end of a rank that dies
+            processes.append(process)
+            pipes.append(receive)
+        results = _gather(pipes, processes, timeout_s=timeout_s)
+    return results
+
+
+def _gather(pipes: list[Connection], processes: list, *, timeout_s: float) -> list[RankResult]:
+    results: list[RankResult | None] = [None] * len(pipes)
+    try:
+        while open_pipes := [pipe for pipe, result in zip(pipes, results) if result is None]:
+            ready = wait(open_pipes, timeout=timeout_s)
+            for pipe in ready:
+                rank = pipes.index(pipe)
+                results[rank] = _receive(pipe, processes[rank])
+            if not ready or any(result is not None and result.error for result in results):
+                break  # peers of a failed rank may wait for it until their own time-out
+        # what has already arrived is kept; the rest is named
+        for rank, result in enumerate(results):
+            if result is None and pipes[rank].poll(0.5):
+                results[rank] = _receive(pipes[rank], processes[rank])
+    finally:
+        for process in processes:
+            if process.is_alive() and None in results:
+                process.kill()
+            process.join()
+    return [result or RankResult(error=f"no result within {timeout_s} s, or a peer failed first") for result in results]
+
+
+def _receive(pipe: Connection, process: Any) -> RankResult:
+    try:
+        return pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        process.join()
+        return RankResult(error=f"died with exit code {process.exitcode}")
+
+
+def _rank(call: Callable[[], Any], rank: int, world_size: int, folder: Path, send: Connection) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
+                      LOCAL_WORLD_SIZE=str(world_size))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the ranks
+    torch.set_num_threads(1)
+    try:
+        store = dist.FileStore(str(folder / "store"), world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        result = RankResult(value=call())
+    except BaseException:  # noqa: BLE001  everything a rank raises is the test's to see
+        result = RankResult(error=traceback.format_exc())
+    send.send_bytes(pickle.dumps(result))
+    send.close()
+    # Not through Python's exit: a group with a dead peer would be waited for.
+    os._exit(0 if not result.error else 1)
+
+
+@functools.cache
+def tokens_file() -> Path:
+    """A token file of about 64 KiB of deterministic pseudo-text, made once per test process."""
+    from jobs.spec.training import DataSpec
+    from jobs.tokens import build_tokens
+
+    folder = Path(tempfile.mkdtemp(prefix="orc-tests-"))
+    words = ("the", "mesh", "of", "ranks", "holds", "one", "shard", "each", "and", "sums", "its", "gradient")
+    state, text = 1, []
+    for _ in range(12_000):
+        state = (state * 1103515245 + 12345) % 2**31
+        text.append(words[(state >> 16) % len(words)])
+    (folder / "text.txt").write_text(" ".join(text))
+    build_tokens(DataSpec(path=str(folder / "text.txt")), folder / "tokens.bin")
+    return folder / "tokens.bin"

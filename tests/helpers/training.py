@@ -1,0 +1,117 @@
+"""A tiny JobSpec, and running it on forked ranks: what the distributed tests have in common."""
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from jobs import train
+from jobs.mesh import build_mesh
+from jobs.parallel import parallelize
+from jobs.recorder import Recorder
+from jobs.runtime import seed_everything
+from jobs.spec.events import RankReport, ShardReport, StepReport, decode, encode
+from jobs.spec.job import JobSpec
+from jobs.spec.load import to_dict
+from jobs.spec.model import ModelSpec
+from jobs.spec.parallel import Layout, ParallelDims, split_layers
+from jobs.spec.rundir import MANIFEST, RunDir
+from jobs.spec.training import CheckpointSpec, OptimizerSpec, TrainingSpec
+from tests.helpers.ranks import run_ranks, tokens_file
+
+TINY = ModelSpec(name="tiny", vocab_size=256, dim=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=64,
+                 init_std=0.05)
+TRAINING = TrainingSpec(steps=5, seq_len=16, global_batch_size=8,
+                        optimizer=OptimizerSpec(lr=1e-2, warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """Of a run on several ranks: what the reporting rank said of each step, and the shards of all ranks."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    shards: list[ShardReport]
+
+    @classmethod
+    def of(cls, reports_by_rank: list[list]) -> "Outcome":
+        reports = [report for of_rank in reports_by_rank for report in of_rank]
+        steps = [report for report in reports if isinstance(report, StepReport)]
+        return cls(losses=[r.loss for r in steps], grad_norms=[r.grad_norm for r in steps],
+                   shards=[report for report in reports if isinstance(report, ShardReport)])
+
+
+class ListRecorder(Recorder):
+    """Keeps the reports instead of sending them; in a file, too, where the rank is to be killed."""
+
+    def __init__(self, *, rank: int, attempt: int, folder: Path | None = None) -> None:
+        super().__init__(None, attempt=attempt, rank=rank)
+        self.reports: list = []
+        self._file = None if folder is None else (folder / f"reports-{rank}.jsonl").open("ab", buffering=0)
+
+    def report(self, message) -> None:
+        self.reports.append(message)
+        if self._file is not None:
+            self._file.write(encode(message))
+
+
+def read_reports(folder: Path, *, rank: int) -> list:
+    """What a ListRecorder wrote before its rank was killed."""
+    return [decode(line, RankReport) for line in (folder / f"reports-{rank}.jsonl").read_bytes().splitlines()]
+
+
+def layout(*, model: ModelSpec = TINY, global_batch_size: int = TRAINING.global_batch_size, microbatch_size: int = 2,
+           sequence_parallel: bool = True, recompute: str = "none", reshard_after_forward: bool = True,
+           **degrees: int) -> Layout:
+    """Degrees → a Layout whose slots hold the batch exactly, or with the smallest surplus."""
+    dims = ParallelDims(**degrees)
+    return Layout(dims=dims, microbatch_size=microbatch_size,
+                  num_microbatches=-(-global_batch_size // (microbatch_size * dims.dp)),
+                  layers_per_stage=split_layers(model.num_layers, dims.pp), sequence_parallel=sequence_parallel,
+                  recompute=recompute, reshard_after_forward=reshard_after_forward)
+
+
+def job(run_dir: Path, where: Layout, *, model: ModelSpec = TINY, training: TrainingSpec = TRAINING,
+        interval_steps: int = 1000, resume_step: int | None = None, attempt: int = 1) -> JobSpec:
+    return JobSpec(run="test", attempt=attempt, run_dir=str(run_dir), device="cpu", world_size=where.dims.world_size,
+                   model=model, layout=where, training=training, tokens_path=str(tokens_file()),
+                   checkpoint=CheckpointSpec(interval_steps=interval_steps), resume_step=resume_step, peak_tflops=0.02)
+
+
+def train_job(spec: JobSpec, *, timeout_s: float = 120.0) -> Outcome:
+    """Run the whole job on forked ranks."""
+    return Outcome.of(run_ranks(train_here, world_size=spec.world_size, args=(spec,), timeout_s=timeout_s))
+
+
+def train_here(spec: JobSpec, *, stop_before: int | None = None, reports_to: Path | None = None) -> list:
+    """In a rank whose group exists already: what jobs.train.main does inside it. Returns the reports.
+    `stop_before` leaves the loop before that step, as if the rank had been killed there."""
+    device = torch.device("cpu")
+    seed_everything(spec.training.seed)
+    recorder = ListRecorder(rank=dist.get_rank(), attempt=spec.attempt, folder=reports_to)
+    mesh = build_mesh(spec.layout.dims, device=device)
+    parallel = parallelize(spec.model, mesh=mesh, layout=spec.layout, training=spec.training, device=device)
+    trainer = train.build_trainer(spec, parallel=parallel, mesh=mesh, recorder=recorder, device=device)
+    trainer.resume(spec.resume_step)
+    if stop_before is not None:
+        trainer.final_step = stop_before - 1
+    trainer.run()
+    return recorder.reports
+
+
+def commit(run_dir: Path, shards: list[ShardReport], *, step: int, attempt: int = 1) -> Path:
+    """What the supervisor does with the ranks' reports: manifest, then rename."""
+    reports = [shard for shard in shards if shard.step == step]
+    assert reports, f"no rank has reported a shard of step {step}"
+    run = RunDir(run_dir)
+    folder, final = run.checkpoint_in_progress(step, attempt), run.checkpoint(step)
+    manifest = {"step": step, "attempt": attempt, "data_cursor": reports[0].data_cursor, "world_size": len(reports),
+                "layout": {}, "files": [to_dict(file) for report in reports for file in report.files]}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    if final.exists():
+        shutil.rmtree(final)
+    os.rename(folder, final)
+    return final

@@ -1,0 +1,101 @@
+"""Text files become one token file: bytes in the order of the paths, whatever else lies in the folder."""
+import json
+import subprocess
+import sys
+
+import pytest
+
+from jobs.spec.load import SpecError, to_dict
+from jobs.spec.training import DataSpec
+from jobs.tokens import build_tokens, info_path, read_info
+
+FILES = {
+    "b.py": b"bee",
+    "a.py": b"ay",
+    "sub/c.py": b"see \xc3\xa9",
+    "sub/skipped/d.py": b"never",
+    "notes.txt": b"not matched",
+    "empty.py": b"",
+    "binary.py": b"\x00\x01",
+}
+TOKENS = b"ay\0bee\0see \xc3\xa9\0"
+
+REFUSED = {
+    "a missing path": (dict(path="nowhere"), "does not exist"),
+    "no match": (dict(pattern="*.rst"), "holds no file that matches"),
+    "all excluded": (dict(pattern="sub/**/*.py", exclude=("sub",)), "holds no file that matches"),
+    "only binary": (dict(pattern="binary.py"), "holds no text"),
+    "only empty": (dict(pattern="empty.py"), "holds no text"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, content in FILES.items():
+        path = tmp_path / "text" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return tmp_path / "text"
+
+
+def test_documents_lie_in_the_order_of_their_paths(folder, tmp_path):
+    out = tmp_path / "data" / "tokens.bin"
+    info = build_tokens(DataSpec(path=str(folder), pattern="**/*.py", exclude=("skipped",)), out)
+    assert out.read_bytes() == TOKENS
+    assert (info.num_tokens, info.num_documents, info.dtype) == (len(TOKENS), 3, "uint8")
+    assert read_info(out) == info
+    assert sorted(p.name for p in out.parent.iterdir()) == ["tokens.bin", "tokens.bin.json"]  # nothing half-written
+
+
+def test_a_single_file_is_read_whatever_the_pattern(folder, tmp_path):
+    build_tokens(DataSpec(path=str(folder / "notes.txt"), pattern="*.nothing"), tmp_path / "t.bin")
+    assert (tmp_path / "t.bin").read_bytes() == b"not matched\0"
+
+
+def test_equal_inputs_have_equal_fingerprints(folder, tmp_path):
+    data = DataSpec(path=str(folder), pattern="**/*.py")
+    first, second = (build_tokens(data, tmp_path / name) for name in ("1.bin", "2.bin"))
+    assert first == second
+    (folder / "a.py").write_bytes(b"ax")
+    third = build_tokens(data, tmp_path / "3.bin")
+    assert third.inputs_sha256 != first.inputs_sha256 and third.checksum != first.checksum
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_data_without_text_is_refused(case, folder, tmp_path):
+    changes, message = REFUSED[case]
+    out = tmp_path / "out" / "t.bin"
+    with pytest.raises(SpecError, match=message) as refusal:
+        build_tokens(DataSpec(**{"path": str(folder), **changes}), out)
+    assert str(refusal.value).startswith("data.path: ")
+    assert not out.parent.exists() or list(out.parent.iterdir()) == []  # nothing left behind
+
+
+def test_a_token_file_that_disagrees_with_its_description_is_refused(folder, tmp_path):
+    out = tmp_path / "t.bin"
+    build_tokens(DataSpec(path=str(folder)), out)
+    out.write_bytes(out.read_bytes()[:-1])
+    with pytest.raises(SpecError, match="build them again"):
+        read_info(out)
+    info_path(out).unlink()
+    with pytest.raises(SpecError, match="needs both"):
+        read_info(out)
+
+
+def test_the_command_says_what_it_made_and_loads_no_torch(folder, tmp_path):
+    spec = tmp_path / "data.json"
+    spec.write_text(json.dumps(to_dict(DataSpec(path=str(folder), pattern="*.py"))))
+    code = "import sys, jobs.tokens as t; rc = t.main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(rc)"
+    done = subprocess.run([sys.executable, "-c", code, str(spec), str(tmp_path / "t.bin")], capture_output=True,
+                          text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["num_tokens"] == len(b"ay\0bee\0")
+
+
+def test_the_command_explains_a_refusal_without_a_traceback(tmp_path):
+    spec = tmp_path / "data.json"
+    spec.write_text(json.dumps(to_dict(DataSpec(path=str(tmp_path / "nowhere")))))
+    done = subprocess.run([sys.executable, "-m", "jobs.tokens", str(spec), str(tmp_path / "t.bin")],
+                          capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "nowhere' does not exist" in done.stderr and "Traceback" not in done.stderr
