@@ -4,6 +4,7 @@ The supervisor is the only writer of the history; status, reports, the goodput l
 readers. Reports travel rank → agent → supervisor as one JSON object per line. Each dataclass is one
 kind of line; its key `event` is the class name in snake_case.
 """
+import functools
 import json
 import re
 from dataclasses import dataclass
@@ -260,12 +261,17 @@ def to_wire(message: Any) -> dict[str, Any]:
 
 def from_wire(data: dict[str, Any], union: Any, *, origin: str = "message") -> Any:
     """The inverse of to_wire for the classes of `union`. Raises SpecError or ValueError."""
-    classes = {kind_of(cls): cls for cls in union.__args__}
+    classes = _classes(union)
     fields = dict(data)
     name = fields.pop("event", None)
     if name not in classes:
         raise ValueError(f"{origin}: unknown event {name!r}; known: {', '.join(sorted(classes))}")
     return from_dict(classes[name], fields, origin=origin)
+
+
+@functools.cache
+def _classes(union: Any) -> dict[str, type]:
+    return {kind_of(cls): cls for cls in union.__args__}
 
 
 def encode(message: Any) -> bytes:

@@ -81,14 +81,16 @@ class OrcJobEnvironment(SlurmJobEnvironment):
 class OrcExecutor(core.PicklingExecutor):
     """Parameters: the fields of SlurmRequest, as `orc_<field>` of AutoExecutor, and submitit's generic ones.
 
-    `python`: a shell command that starts Python on the nodes, e.g. inside a container.
+    `python`: a shell command that starts Python on the nodes, e.g. inside a container. `log`: where the
+    job writes, instead of submitit's file per job in `folder`.
     """
 
     job_class = OrcJob
 
-    def __init__(self, folder: str | Path, *, python: str | None = None) -> None:
+    def __init__(self, folder: str | Path, *, python: str | None = None, log: Path | None = None) -> None:
         super().__init__(folder)
         self._python = python or shlex.quote(sys.executable)
+        self._log = log or Path(str(utils.JobPaths(self.folder).stdout).replace("%t", "0"))
 
     @classmethod
     def affinity(cls) -> int:
@@ -144,8 +146,7 @@ class OrcExecutor(core.PicklingExecutor):
         return f"{self._python} -u -m submitit.core._submit {shlex.quote(str(self.folder))}"
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
-        output = str(utils.JobPaths(self.folder).stdout).replace("%t", "0")
-        script = sbatch_script(self.request, command=command, output=output)
+        script = sbatch_script(self.request, command=command, output=str(self._log))
         if leaked := leaked_secrets(script, os.environ):
             raise SubmissionError(f"the job script would contain the value of {', '.join(leaked)}, and Slurm keeps "
                                   "job scripts where others may read them; the job inherits your environment, so "
@@ -158,8 +159,10 @@ class OrcExecutor(core.PicklingExecutor):
     def _submit_one(self, delayed: utils.DelayedSubmission) -> core.Job:
         """A job waits for its pickle, which gets its name from the job id. A refusal leaves nothing behind."""
         script = self.script()  # raises before anything is written
-        created = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
-        self.folder.mkdir(parents=True, exist_ok=True)
+        wanted = {path for file in (self.folder / "x", self._log) for path in file.parents}
+        created = sorted((path for path in wanted if not path.exists()), key=lambda path: len(path.parts))
+        for path in created:
+            path.mkdir()
         uid = uuid.uuid4().hex
         pickle, script_file = self.folder / f"{uid}.pkl", self.folder / f"{uid}.sh"
         try:
@@ -170,7 +173,7 @@ class OrcExecutor(core.PicklingExecutor):
         except BaseException:
             pickle.unlink(missing_ok=True)
             script_file.unlink(missing_ok=True)
-            for path in created:
+            for path in reversed(created):
                 path.rmdir()
             raise
         job = OrcJob(folder=self.folder, job_id=job_id, tasks=[0])

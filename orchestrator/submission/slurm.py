@@ -42,6 +42,7 @@ class SlurmExecutor:
 
 def executor_for(request: SlurmRequest, run_dir: Path) -> OrcExecutor:
     """The plugin, set to `request`, with its files in the run directory. Raises SpecError."""
-    executor = OrcExecutor(RunDir(run_dir.resolve()).submitit)
+    files = RunDir(run_dir.resolve())
+    executor = OrcExecutor(files.submitit, log=files.supervisor_log)
     executor.update_parameters(**{f.name: getattr(request, f.name) for f in dataclasses.fields(request)})
     return executor

@@ -1,0 +1,181 @@
+"""A run that was interrupted gives the losses of one that was not: bit for bit in the same layout, to 1e-5
+in another. Checkpoints are saved without any rank waiting for another, and are not used when damaged."""
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from jobs import checkpoint, train
+from jobs.checkpoint import CheckpointCorrupt, Progress
+from jobs.mesh import build_mesh
+from jobs.parallel import parallelize
+from jobs.spec.job import FaultSpec
+from jobs.spec.rundir import MANIFEST, RunDir
+from tests.helpers.ranks import RanksFailed, collect_ranks, run_ranks
+from tests.helpers.training import (TINY, TRAINING, ListRecorder, Outcome, commit, job, layout, read_reports, train_here,
+                                    train_job)
+
+pytestmark = pytest.mark.distributed
+
+LOSS_TOLERANCE = 1e-5
+SIX_STEPS = dataclasses.replace(TRAINING, steps=6)
+TIED = dataclasses.replace(TINY, tie_embeddings=True)
+
+SAME_LAYOUT = {
+    "one rank": dict(),
+    "tp2 × dp_shard2": dict(tp=2, dp_shard=2),
+    "dp_replicate2": dict(dp_replicate=2),
+    "pp2": dict(pp=2),
+}
+
+# One run, handed from layout to layout, one step each
+JOURNEY = [
+    ("dp_shard2", dict(dp_shard=2)),
+    ("tp2", dict(tp=2)),
+    ("one rank", dict()),
+    ("pp2", dict(pp=2)),
+    ("tp2 × pp2 × dp_shard2", dict(tp=2, pp=2, dp_shard=2)),
+    ("tp2 × dp_replicate2", dict(tp=2, dp_replicate=2)),
+]
+
+
+def interrupted(spec, *, stop_before: int) -> Outcome:
+    """Train, and leave without a word before step `stop_before`."""
+    results = run_ranks(train_here, world_size=spec.world_size, args=(spec,), kwargs={"stop_before": stop_before})
+    return Outcome.of(results)
+
+
+@pytest.mark.parametrize("case", SAME_LAYOUT)
+def test_resume_in_the_same_layout_is_bit_for_bit(case, tmp_path):
+    where = layout(**SAME_LAYOUT[case])
+    whole = train_job(job(tmp_path / "whole", where, training=SIX_STEPS))
+    first = interrupted(job(tmp_path, where, training=SIX_STEPS, interval_steps=3), stop_before=6)
+    commit(tmp_path, first.shards, step=3)  # steps 4 and 5 are lost
+    second = train_job(job(tmp_path, where, training=SIX_STEPS, resume_step=3, attempt=2))
+    assert first.losses[:3] + second.losses == whole.losses
+    assert first.grad_norms[:3] + second.grad_norms == whole.grad_norms
+
+
+@pytest.mark.parametrize("model", [TINY, TIED], ids=["untied", "tied"])
+def test_a_run_goes_on_in_any_layout(model, tmp_path):
+    training = dataclasses.replace(TRAINING, steps=len(JOURNEY))
+    whole = train_job(job(tmp_path / "whole", layout(), model=model, training=training))
+    losses = []
+    for step, (_, degrees) in enumerate(JOURNEY, start=1):
+        spec = job(tmp_path, layout(**degrees), model=model, training=training, interval_steps=1,
+                   resume_step=step - 1 or None)
+        leg = interrupted(spec, stop_before=step + 1)
+        commit(tmp_path, leg.shards, step=step)
+        losses += leg.losses
+    assert losses == pytest.approx(whole.losses, abs=LOSS_TOLERANCE, rel=0)
+
+
+def test_the_final_step_is_saved_though_not_due(tmp_path):
+    outcome = train_job(job(tmp_path, layout(), interval_steps=3))
+    assert sorted({shard.step for shard in outcome.shards}) == [3, TRAINING.steps]
+    assert all(shard.data_cursor == shard.step for shard in outcome.shards)
+
+
+def test_a_finished_run_resumed_does_nothing(tmp_path):
+    outcome = train_job(job(tmp_path, layout()))
+    commit(tmp_path, outcome.shards, step=TRAINING.steps)
+    again = train_job(job(tmp_path, layout(), resume_step=TRAINING.steps, attempt=2))
+    assert again.losses == [] and again.shards == []
+
+
+# ------------------------------------------------------------------ no rank waits for another
+def save_alone(spec, saving_rank: int) -> list[str]:
+    """One step on all ranks; then only `saving_rank` saves, while the others have left."""
+    device = torch.device("cpu")
+    mesh = build_mesh(spec.layout.dims, device=device)
+    parallel = parallelize(spec.model, mesh=mesh, layout=spec.layout, training=spec.training, device=device)
+    recorder = ListRecorder(rank=dist.get_rank(), attempt=1)
+    trainer = train.build_trainer(spec, parallel=parallel, mesh=mesh, recorder=recorder, device=device)
+    trainer._step(1)
+    if dist.get_rank() != saving_rank:
+        return []
+    folder = RunDir(Path(spec.run_dir)).checkpoint_in_progress(1, 1)
+    files = checkpoint.save(folder, trainer.state, progress=Progress(step=1, data_cursor=1), layout={})
+    return [file.name for file in files]
+
+
+def test_saving_waits_for_no_other_rank(tmp_path):
+    spec = job(tmp_path, layout(tp=2, dp_shard=2))
+    names = run_ranks(save_alone, world_size=4, args=(spec, 3), timeout_s=60)
+    assert names == [[], [], [], ["rank-00003.bin", "rank-00003.json"]]
+
+
+def test_replicated_tensors_are_written_once(tmp_path):
+    def written(**degrees):
+        run_dir = tmp_path / str(degrees)
+        outcome = train_job(job(run_dir, layout(**degrees), model=TIED))
+        folder = commit(run_dir, outcome.shards, step=TRAINING.steps)
+        chunks = [c for path in folder.glob("rank-*.json") for c in json.loads(path.read_text())["chunks"]]
+        return sum(c["num_bytes"] for c in chunks if not c["tensor"].startswith("random."))
+
+    assert written(tp=2, dp_replicate=2) == written() == written(pp=2, dp_shard=2)
+
+
+# ------------------------------------------------------------------ damage
+def flip_a_byte(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "a byte of a shard": ("rank-00001.bin", flip_a_byte, "checksum"),
+    "a byte of an index": ("rank-00001.json", flip_a_byte, "crc32"),
+    "a shard is gone": ("rank-00001.bin", lambda path: path.unlink(), "is missing"),
+    "a shard is cut short": ("rank-00001.bin", lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes where"),
+    "no manifest": (MANIFEST, lambda path: path.unlink(), "cannot be read"),
+    "half a manifest": (MANIFEST, lambda path: path.write_bytes(path.read_bytes()[:40]), "cannot be read"),
+    "a rank is not in the manifest": (MANIFEST, lambda path: path.write_text(json.dumps({"files": [
+        f for f in json.loads(path.read_text())["files"] if "00001" not in f["name"]]})), "elements of"),
+}
+
+
+@pytest.fixture(scope="module")
+def committed(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("run")
+    return commit(run_dir, train_job(job(run_dir, layout(dp_shard=2))).shards, step=TRAINING.steps)
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_a_damaged_checkpoint_is_refused_by_name(case, committed, tmp_path):
+    name, damage, message = DAMAGE[case]
+    folder = RunDir(tmp_path).checkpoint(TRAINING.steps)
+    folder.mkdir(parents=True)
+    for path in committed.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    damage(folder / name)
+    with pytest.raises(RanksFailed, match=message) as failure:
+        train_job(job(tmp_path, layout(), resume_step=TRAINING.steps))
+    assert CheckpointCorrupt.__name__ in str(failure.value)
+    assert f"step {TRAINING.steps}" in str(failure.value) and name in str(failure.value)
+
+
+def test_a_checkpoint_of_another_model_is_refused(committed):
+    spec = job(committed.parent.parent, layout(), model=dataclasses.replace(TINY, ffn_dim=96),
+               resume_step=TRAINING.steps)
+    with pytest.raises(RanksFailed, match="the model needs"):
+        train_job(spec)
+
+
+# ------------------------------------------------------------------ a real kill
+def test_a_killed_run_resumes_bit_for_bit(tmp_path):
+    """A rank is killed with SIGKILL in the middle of a step; its peer is ended; both start again."""
+    where = layout(dp_shard=2)
+    whole = train_job(job(tmp_path / "whole", where, training=SIX_STEPS))
+    fault = FaultSpec(attempt=1, step=5, rank=1, kind="sigkill")
+    spec = dataclasses.replace(job(tmp_path, where, training=SIX_STEPS, interval_steps=2), faults=(fault,))
+    results = collect_ranks(train_here, world_size=2, args=(spec,), kwargs={"reports_to": tmp_path}, timeout_s=60)
+    assert results[1].error == "died with exit code -9"
+    first = Outcome.of([read_reports(tmp_path, rank=rank) for rank in range(2)])
+    assert first.losses == whole.losses[:4]
+    commit(tmp_path, first.shards, step=4)
+    second = train_job(dataclasses.replace(spec, attempt=2, resume_step=4))  # the fault is of attempt 1 only
+    assert first.losses + second.losses == whole.losses
