@@ -4,6 +4,7 @@ The only file that sees everything above it. Exit codes: 0 done, 1 the run faile
 3 stopped before its end.
 """
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -31,6 +32,8 @@ from orchestrator.runs import Run, find_run, follow_run, stop_run
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
                   context_settings={"help_option_names": ["-h", "--help"]})
 console = Console()
+if not console.is_terminal and "COLUMNS" not in os.environ:
+    console = Console(width=110)  # a file or a pipe has no width of its own; 80 columns cut the tables
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="the run's YAML, e.g. configs/runs/demo.yaml")]
 Overrides = Annotated[list[str], typer.Argument(metavar="[KEY=VALUE]…", help="e.g. parallel.tp=4 cluster=slurm",

@@ -36,6 +36,8 @@ def announcement(event: Event) -> Text | None:
         case FaultInjected():
             return Text.assemble((clock, "dim"), (f"fault injected: {event.fault} on rank {event.rank} ", "yellow"),
                                  f"before step {event.step}")
+        case Diagnosis(kind="completed") | Decision(act="finish"):
+            return None  # the run's end, a moment later, says it
         case Diagnosis():
             style = KIND_STYLE.get(event.kind, "bold red")
             return Text.assemble((clock, "dim"), (f"{event.kind}  ", style), event.summary)
