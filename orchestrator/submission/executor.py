@@ -162,7 +162,7 @@ class OrcExecutor(core.PicklingExecutor):
         wanted = {path for file in (self.folder / "x", self._log) for path in file.parents}
         created = sorted((path for path in wanted if not path.exists()), key=lambda path: len(path.parts))
         for path in created:
-            path.mkdir()
+            path.mkdir(exist_ok=True)
         uid = uuid.uuid4().hex
         pickle, script_file = self.folder / f"{uid}.pkl", self.folder / f"{uid}.sh"
         try:

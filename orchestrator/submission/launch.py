@@ -80,7 +80,7 @@ class SlurmLauncher:
 def agent_step(nodes: tuple[str, ...], *, cpus_per_node: int, output: Path) -> list[str]:
     """Command line of the step, up to the agent's own.
 
-    Every flag is there because its absence was seen to end or to stall a run.
+    The flags are explicit even where they are Slurm's defaults: sites change the defaults.
     """
     return [
         "srun",
@@ -88,7 +88,7 @@ def agent_step(nodes: tuple[str, ...], *, cpus_per_node: int, output: Path) -> l
         "--overlap",  # without it a second step waits for the first to end
         f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1", f"--nodelist={','.join(nodes)}",
         f"--cpus-per-task={cpus_per_node}",  # srun does not inherit it from sbatch (since 22.05)
-        "--mem=0",  # all of the job's memory on the node; a first step without it leaves none to a second
+        "--mem=0",  # all of the job's memory on the node, for every step: nothing is set aside for one of them
         "--mpi=none", "--cpu-bind=none",  # ranks are bound by their agent, if at all
         "--export=ALL",
         "--input=none", f"--output={output}", "--open-mode=append",

@@ -5,18 +5,15 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from jobs import checkpoint, train
+from jobs import checkpoint
 from jobs.checkpoint import CheckpointCorrupt, Progress
-from jobs.mesh import build_mesh
-from jobs.parallel import parallelize
 from jobs.spec.job import FaultSpec
 from jobs.spec.rundir import MANIFEST, RunDir
 from tests.helpers.ranks import RanksFailed, collect_ranks, run_ranks
-from tests.helpers.training import (TINY, TRAINING, ListRecorder, Outcome, commit, job, layout, read_reports, train_here,
-                                    train_job)
+from tests.helpers.training import (TINY, TRAINING, ListRecorder, Outcome, build_trainer, commit, job, layout,
+                                    read_reports, train_here, train_job)
 
 pytestmark = pytest.mark.distributed
 
@@ -89,11 +86,7 @@ def test_a_finished_run_resumed_does_nothing(tmp_path):
 # ------------------------------------------------------------------ no rank waits for another
 def save_alone(spec, saving_rank: int) -> list[str]:
     """One step on all ranks; then only `saving_rank` saves, while the others have left."""
-    device = torch.device("cpu")
-    mesh = build_mesh(spec.layout.dims, device=device)
-    parallel = parallelize(spec.model, mesh=mesh, layout=spec.layout, training=spec.training, device=device)
-    recorder = ListRecorder(rank=dist.get_rank(), attempt=1)
-    trainer = train.build_trainer(spec, parallel=parallel, mesh=mesh, recorder=recorder, device=device)
+    trainer = build_trainer(spec, recorder=ListRecorder(rank=dist.get_rank(), attempt=1))
     trainer._step(1)
     if dist.get_rank() != saving_rank:
         return []

@@ -1,8 +1,8 @@
 """Run a function on N forked ranks with a real gloo group: a multi-rank test in one call.
 
 The parent must not have run a torch operation on several threads before: a matmul of the child would hang.
-Importing this module (which happens before the first test runs) therefore sets one thread. CUDA needs fresh processes: `method="spawn"`, and then `function` must be
-importable.
+Importing this module (which happens before the first test runs) therefore sets one thread. CUDA needs
+fresh processes: `method="spawn"`, and then `function` must be importable.
 """
 import dataclasses
 import functools
@@ -37,9 +37,10 @@ class RanksFailed(AssertionError):
 
 def run_ranks(function: Callable[..., Any], *, world_size: int, timeout_s: float = 120.0, args: tuple = (),
               kwargs: dict[str, Any] | None = None, method: Literal["fork", "spawn"] = "fork") -> list[Any]:
-    """`function(*args, **kwargs)` on every rank of an initialised group; the values by rank. Raises RanksFailed with the
-    tracebacks otherwise."""
-    results = collect_ranks(function, world_size=world_size, timeout_s=timeout_s, args=args, kwargs=kwargs, method=method)
+    """`function(*args, **kwargs)` on every rank of an initialised group; the values by rank. Raises RanksFailed
+    with the tracebacks otherwise."""
+    results = collect_ranks(function, world_size=world_size, timeout_s=timeout_s, args=args, kwargs=kwargs,
+                            method=method)
     failed = [f"rank {rank}: {result.error}" for rank, result in enumerate(results) if result.error]
     if failed:
         raise RanksFailed("\n".join(failed))

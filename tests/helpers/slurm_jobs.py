@@ -42,7 +42,7 @@ def told(path: Path) -> list[dict]:
 def probe(path: str) -> str:
     """Where and as what this function runs."""
     names = ("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURMD_NODENAME", "SLURM_JOB_GPUS", "SLURM_CPUS_PER_TASK",
-             "SLURM_STEP_ID", "SUBMITIT_EXECUTOR", "FROM_SETUP", "OUTER_API_KEY")
+             "SLURM_STEP_ID", "SUBMITIT_EXECUTOR", "FROM_SETUP", "OUTER_API_KEY", "SLURM_MEM_PER_CPU")
     script = subprocess.run(["scontrol", "write", "batch_script", os.environ["SLURM_JOB_ID"], "-"],
                             capture_output=True, text=True, check=True).stdout
     tell(path, host=socket.gethostname(), pid=os.getpid(), argv=sys.argv, script=script,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from jobs import train
 from jobs.mesh import build_mesh
-from jobs.parallel import parallelize
+from jobs.parallel import ParallelModel, parallelize
 from jobs.recorder import Recorder
 from jobs.runtime import seed_everything
 from jobs.spec.events import RankReport, ShardReport, StepReport, decode, encode
@@ -20,6 +20,7 @@ from jobs.spec.model import ModelSpec
 from jobs.spec.parallel import Layout, ParallelDims, split_layers
 from jobs.spec.rundir import MANIFEST, RunDir
 from jobs.spec.training import CheckpointSpec, OptimizerSpec, TrainingSpec
+from jobs.trainer import Trainer
 from tests.helpers.ranks import run_ranks, tokens_file
 
 TINY = ModelSpec(name="tiny", vocab_size=256, dim=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=64,
@@ -89,17 +90,28 @@ def train_job(spec: JobSpec, *, timeout_s: float = 120.0) -> Outcome:
 def train_here(spec: JobSpec, *, stop_before: int | None = None, reports_to: Path | None = None) -> list:
     """In a rank whose group exists already: what jobs.train.main does inside it. Returns the reports.
     `stop_before` leaves the loop before that step, as if the rank had been killed there."""
-    device = torch.device("cpu")
     seed_everything(spec.training.seed)
     recorder = ListRecorder(rank=dist.get_rank(), attempt=spec.attempt, folder=reports_to)
-    mesh = build_mesh(spec.layout.dims, device=device)
-    parallel = parallelize(spec.model, mesh=mesh, layout=spec.layout, training=spec.training, device=device)
-    trainer = train.build_trainer(spec, parallel=parallel, mesh=mesh, recorder=recorder, device=device)
+    trainer = build_trainer(spec, recorder=recorder)
     trainer.resume(spec.resume_step)
     if stop_before is not None:
         trainer.final_step = stop_before - 1
     trainer.run()
     return recorder.reports
+
+
+def build_model(spec: JobSpec) -> ParallelModel:
+    """In a rank: its part of the job's model."""
+    device = torch.device("cpu")
+    mesh = build_mesh(spec.layout.dims, device=device)
+    return parallelize(spec.model, mesh=mesh, layout=spec.layout, training=spec.training, device=device)
+
+
+def build_trainer(spec: JobSpec, *, recorder: Recorder) -> Trainer:
+    """In a rank: its trainer, ready to run."""
+    parallel = build_model(spec)
+    return train.build_trainer(spec, parallel=parallel, mesh=parallel.mesh, recorder=recorder,
+                               device=torch.device("cpu"))
 
 
 def commit(run_dir: Path, shards: list[ShardReport], *, step: int, attempt: int = 1) -> Path:

@@ -63,7 +63,7 @@ def test_secrets_reach_the_job_but_not_its_script(slurm_cluster, tmp_path, monke
     monkeypatch.setenv("SLURM_MEM_PER_CPU", "77")  # as inside an interactive job
     submit(slurm_jobs.probe, str(tmp_path / "told"), run_dir=tmp_path).result()
     seen, = told(tmp_path / "told")
-    assert seen["env"]["OUTER_API_KEY"] == "hush-hush-0123456789"
+    assert seen["env"]["OUTER_API_KEY"] == "hush-hush-0123456789" and seen["env"]["SLURM_MEM_PER_CPU"] is None
     written = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "told"]
     assert len(written) == 4 and not any(b"hush-hush" in path.read_bytes() for path in written)
     with pytest.raises(SubmissionError, match="value of OUTER_API_KEY"):

@@ -66,7 +66,7 @@ def test_a_tensor_can_be_read_without_torch(saved):
     index = json.loads((folder / "rank-00003.json").read_text())
     chunk = next(c for c in index["chunks"] if c["tensor"] == "model.a")
     raw = (folder / "rank-00003.bin").read_bytes()[chunk["byte_offset"]:][:chunk["num_bytes"]]
-    assert (chunk["dtype"], chunk["shape"], chunk["offsets"], chunk["sizes"]) == ("torch.float32", [2, 3], [0, 0], [2, 3])
+    assert [chunk[key] for key in ("dtype", "shape", "offsets", "sizes")] == ["torch.float32", [2, 3], [0, 0], [2, 3]]
     assert np.frombuffer(raw, "<f4").tolist() == [0, 1, 2, 3, 4, 5]
     assert zlib.crc32(raw) == chunk["crc32"]
     assert (index["step"], index["data_cursor"], index["rank"], index["layout"]) == (STEP, 9, 3, {"tp": 1})

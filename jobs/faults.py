@@ -1,0 +1,39 @@
+"""Faults injected on purpose, as data: what strikes this rank before this step.
+
+Called by the trainer before each step. Every fault is told to the agent before it strikes, so that a
+diagnosis can be compared with what was really done.
+"""
+import os
+import signal
+import time
+
+from jobs.recorder import Recorder
+from jobs.spec.events import FaultInjected
+from jobs.spec.job import FaultSpec
+
+AGENT_PID = "ORC_AGENT_PID"  # of this node's agent, in the rank's environment
+EXIT_CODE = 17  # of the `exit` fault: an ordinary non-zero code, not the 1 of an exception
+
+
+class InjectedFault(RuntimeError):
+    """Raised by the `exception` fault."""
+
+
+def strike(faults: tuple[FaultSpec, ...], *, attempt: int, rank: int, step: int, recorder: Recorder) -> None:
+    """Carry out the faults meant for this attempt, rank and step (the step about to be computed, from 1)."""
+    for fault in faults:
+        if (fault.attempt, fault.rank, fault.step) != (attempt, rank, step):
+            continue
+        recorder.report(FaultInjected(attempt=attempt, rank=rank, step=step, t=time.time(), fault=fault.kind))
+        print(f"rank {rank}: injected fault {fault.kind!r} before step {step}", flush=True)
+        match fault.kind:
+            case "sigkill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "exception":
+                raise InjectedFault(f"injected fault before step {step} on rank {rank} of attempt {attempt}")
+            case "exit":
+                os._exit(EXIT_CODE)
+            case "agent_kill":
+                os.kill(int(os.environ[AGENT_PID]), signal.SIGKILL)
+            case other:
+                raise ValueError(f"faults: kind {other!r} is not known to the trainer")

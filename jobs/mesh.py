@@ -1,0 +1,53 @@
+"""The DeviceMesh of a layout, and this rank's place in it.
+
+Called by jobs.train. The order of axes and the rank numbers come from ParallelDims, so that placement,
+which never sees a DeviceMesh, speaks of the same coordinates.
+"""
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from jobs.spec.parallel import ParallelDims
+
+
+def build_mesh(dims: ParallelDims, *, device: torch.device) -> DeviceMesh:
+    """All axes of `dims.order`, those of size 1 included. Raises ValueError if the world does not fit."""
+    if dist.get_world_size() != dims.world_size:
+        shape = " × ".join(f"{axis}={getattr(dims, axis)}" for axis in dims.order)
+        raise ValueError(f"world_size: {dist.get_world_size()} ranks were started, but the layout {shape} needs "
+                         f"{dims.world_size}")
+    return init_device_mesh(device.type, dims.shape, mesh_dim_names=dims.order)
+
+
+def coordinate(mesh: DeviceMesh) -> dict[str, int]:
+    """This rank's index along each axis."""
+    return {axis: mesh.get_local_rank(axis) for axis in mesh.mesh_dim_names}
+
+
+def axis_size(mesh: DeviceMesh, axis: str) -> int:
+    return mesh.size(mesh.mesh_dim_names.index(axis))
+
+
+def all_reduce(tensor: Tensor, *, mesh: DeviceMesh, axes: tuple[str, ...]) -> Tensor:
+    """Sum in place over the named axes, one axis after the other: small messages stay on the fast links
+    and no group has to span the world."""
+    for axis in axes:
+        if axis_size(mesh, axis) > 1:
+            dist.all_reduce(tensor, group=mesh.get_group(axis))
+    return tensor
+
+
+def is_owner(tensor: Tensor, *, axes: tuple[str, ...]) -> bool:
+    """Of a tensor that several ranks along `axes` hold in full, exactly one rank is the owner: coordinate 0."""
+    if not isinstance(tensor, DTensor):
+        return True
+    mesh = tensor.device_mesh
+    return all(not placement.is_replicate() or axis not in axes or mesh.get_local_rank(axis) == 0
+               for axis, placement in zip(mesh.mesh_dim_names, tensor.placements, strict=True))
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor; a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,38 @@
+"""Recompute (activation checkpointing): trade a second forward of each layer for its activations.
+
+Called by jobs.parallel between tensor parallelism and FSDP. The layer's forward is wrapped, not the
+layer: names of parameters stay, and FSDP's hooks, which sit outside, run once.
+"""
+import functools
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from jobs.model.transformer import Transformer
+from jobs.spec.parallel import Recompute
+
+# What `selective` keeps: the outputs of matmuls and of attention. Everything else of a layer (norms,
+# rotary, silu, residuals) is cheap to compute again and most of the memory.
+KEPT = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def _policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def apply_recompute(model: Transformer, *, recompute: Recompute) -> None:
+    """Wrap every layer's forward in place; `none` leaves the model as it is."""
+    if recompute == "none":
+        return
+    options = {"use_reentrant": False, "preserve_rng_state": False}  # the model draws no random number
+    if recompute == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+    for layer in model.layers.values():
+        layer.forward = functools.partial(checkpoint, layer.forward, **options)

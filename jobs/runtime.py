@@ -1,0 +1,60 @@
+"""Process-wide state of a rank: device, seeds, threads, the default process group; and what to import early.
+
+Called by jobs.train; `preload` by the fork server before it forks ranks. Nothing else initialises
+torch.distributed or chooses a device.
+"""
+import contextlib
+import importlib
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from jobs.spec.job import Device
+
+# Imported by a first step, not by importing its caller: found as the difference of sys.modules around the
+# first two steps of an 8-rank job (tests/unit/test_preload.py repeats that). `jobs.train` brings the rest
+# with it: FSDP2, pipelining, dynamo, checkpoints.
+LAZY_MODULES = ("jobs.train", "numpy.ma", "torch.profiler._cupti_monitor", "torch.utils.checkpoint", "encodings.idna")
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+
+@contextlib.contextmanager
+def process_group(device: Device, *, timeout_s: float, seed: int) -> Iterator[torch.device]:
+    """Join the process group that the torchrun environment describes; yields this rank's device.
+
+    The group is destroyed only after success: after a failure its peers may be dead, destroying it could
+    wait for them, and the process is about to end anyway.
+    """
+    rank_device = torch.device("cpu")
+    if device == "cuda":
+        rank_device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(rank_device)
+    seed_everything(seed)
+    if threads := os.environ.get("OMP_NUM_THREADS"):  # read by torch when the fork server imported it, with 1
+        torch.set_num_threads(int(threads))
+    dist.init_process_group(BACKENDS[device], timeout=timedelta(seconds=timeout_s),
+                            device_id=rank_device if device == "cuda" else None)
+    yield rank_device
+    dist.destroy_process_group()
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch's generators. Weights and sample order have seeds of their own and do not depend on this."""
+    torch.manual_seed(seed)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, so that a clock read afterwards is true."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def preload() -> None:
+    """Import all that a rank will need, so that a forked rank starts at once. Runs no torch operation, starts
+    no thread, touches no CUDA: the caller forks afterwards."""
+    for name in LAZY_MODULES:
+        importlib.import_module(name)

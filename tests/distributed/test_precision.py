@@ -1,0 +1,54 @@
+"""bfloat16 forward and backward with float32 master weights, in every kind of layout: close to float32, and
+the same in all layouts within bfloat16's resolution."""
+import dataclasses
+import functools
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import TINY, TRAINING, Outcome, build_model, job, layout, train_job
+
+pytestmark = pytest.mark.distributed
+
+RESOLUTION = 2.0**-8  # of bfloat16, relative
+BF16 = dataclasses.replace(TRAINING, param_dtype="bfloat16")
+TIED = dataclasses.replace(TINY, tie_embeddings=True)
+
+CASES = {
+    "one rank": dict(),
+    "tp2": dict(tp=2),
+    "dp_replicate2": dict(dp_replicate=2),
+    "tp2 × dp_shard2": dict(tp=2, dp_shard=2),
+    "pp2": dict(pp=2),
+    "pp2 × tp2 without sequence parallelism": dict(pp=2, tp=2, sequence_parallel=False),
+}
+
+
+@functools.cache
+def float32() -> Outcome:
+    with tempfile.TemporaryDirectory() as folder:
+        return train_job(job(Path(folder), layout(), model=TIED))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bfloat16_follows_float32(case, tmp_path):
+    found = train_job(job(tmp_path, layout(**CASES[case]), model=TIED, training=BF16))
+    assert found.losses == pytest.approx(float32().losses, rel=2 * RESOLUTION)
+    assert found.losses != pytest.approx(float32().losses, rel=1e-6)  # it is not float32 after all
+
+
+def dtypes(spec) -> tuple[set, set]:
+    """Of parameters and of gradients after a backward pass."""
+    parallel = build_model(spec)
+    batch = torch.randint(0, 256, (spec.training.global_batch_size, spec.training.seq_len))
+    parallel.forward_backward(batch, batch)
+    parameters = list(parallel.model.parameters())
+    return {str(p.dtype) for p in parameters}, {str(p.grad.dtype) for p in parameters}
+
+
+def test_master_weights_and_their_gradients_are_float32(tmp_path):
+    spec = job(tmp_path, layout(), training=BF16)
+    assert run_ranks(dtypes, world_size=1, args=(spec,)) == [({"torch.float32"}, {"torch.float32"})]
