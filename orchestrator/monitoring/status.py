@@ -191,13 +191,14 @@ def _story(diagnosis: Diagnosis, events: Sequence[Event], *, run_dir: RunDir) ->
         lines.append(Text(f"suspects: {', '.join(diagnosis.suspects)}"))
     if diagnosis.step is not None:
         lines.append(Text(f"last completed step: {diagnosis.step}"))
-    lines += [Text(f"· {line}") for line in diagnosis.evidence]
-    errors = [error for error in _all(events, RankError) if error.attempt == diagnosis.attempt]
-    if errors:
-        earliest = min(errors, key=lambda error: error.t)
-        log = run_dir.rank_log(diagnosis.attempt, earliest.rank)
-        lines += [Text(f"earliest traceback, of rank {earliest.rank}; whole in {log}:"),
-                  Text(_shortened(earliest.traceback), style="dim")]
+    told = [error for error in _all(events, RankError)
+            if (error.attempt, error.rank) == (diagnosis.attempt, diagnosis.rank)]
+    if told:  # the whole traceback of the root; those of other ranks are its echoes
+        log = run_dir.rank_log(diagnosis.attempt, diagnosis.rank)
+        lines += [Text(f"traceback of rank {diagnosis.rank}; whole in {log}:"),
+                  Text(_shortened(told[0].traceback), style="dim")]
+    else:
+        lines += [Text(f"· {line}") for line in diagnosis.evidence]
     for decision in _all(events, Decision):
         if decision.attempt == diagnosis.attempt:
             lines.append(Text.assemble((f"→ {decision.act}  ", "bold"), decision.reason))

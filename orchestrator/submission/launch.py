@@ -57,9 +57,8 @@ class SlurmLauncher:
         if strangers := set(nodes) - set(self.nodes):
             raise SubmissionError(f"{', '.join(sorted(strangers))}: not among the nodes of job {self.job_id}, "
                                   f"{', '.join(self.nodes)}")
-        output = RunDir(run_dir).agent_log("%N")  # opened on each node: it outlives this host
-        output.parent.mkdir(parents=True, exist_ok=True)
-        step = agent_step(nodes, cpus_per_node=self.cpus_per_node, output=output)
+        RunDir(run_dir).agent_log("").parent.mkdir(parents=True, exist_ok=True)
+        step = agent_step(nodes, cpus_per_node=self.cpus_per_node, run_dir=run_dir)
         process = await asyncio.create_subprocess_exec(
             *step, *agent_argv(run_dir, address=self.address, port=port), stdin=asyncio.subprocess.DEVNULL,
             env=step_environment(os.environ))
@@ -77,11 +76,12 @@ class SlurmLauncher:
         return parse_end_time(answer or "")
 
 
-def agent_step(nodes: tuple[str, ...], *, cpus_per_node: int, output: Path) -> list[str]:
+def agent_step(nodes: tuple[str, ...], *, cpus_per_node: int, run_dir: Path) -> list[str]:
     """Command line of the step, up to the agent's own.
 
     The flags are explicit even where they are Slurm's defaults: sites change the defaults.
     """
+    before, _, after = str(RunDir(run_dir).agent_log("@")).rpartition("@")
     return [
         "srun",
         "--no-kill", "--kill-on-bad-exit=0", "--wait=0",  # a dead node or task takes nothing else with it
@@ -91,7 +91,10 @@ def agent_step(nodes: tuple[str, ...], *, cpus_per_node: int, output: Path) -> l
         "--mem=0",  # all of the job's memory on the node, for every step: nothing is set aside for one of them
         "--mpi=none", "--cpu-bind=none",  # ranks are bound by their agent, if at all
         "--export=ALL",
-        "--input=none", f"--output={output}", "--open-mode=append",
+        "--input=none",
+        # Each node opens its own log: it outlives srun and this host. srun's --output=…%N would name it by
+        # the host, which need not be Slurm's name of the node.
+        "sh", "-c", 'log=$1$SLURMD_NODENAME$2; shift 2; exec "$@" >>"$log" 2>&1', "agent", before, after,
     ]
 
 

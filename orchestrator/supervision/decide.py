@@ -30,7 +30,7 @@ def decide(diagnosis: Diagnosis, *, history: tuple[Decision, ...], newest_step: 
         return decision("stop", f"{spent} restarts {_from(newest_step)} without a new checkpoint; "
                         f"policy.max_restarts is {policy.max_restarts}", resume_step=newest_step)
     delay = min(policy.backoff_s * 2**(spent - 1), policy.backoff_max_s) if spent else 0.0
-    return decision("restart", f"restart {spent + 1} of {policy.max_restarts} {_from(newest_step)}",
+    return decision("restart", f"{spent + 1} of {policy.max_restarts} restarts without a new checkpoint",
                     resume_step=newest_step, delay_s=delay)
 
 

@@ -2,6 +2,7 @@
 import io
 import subprocess
 import sys
+from pathlib import Path
 from dataclasses import replace
 
 import pytest
@@ -67,30 +68,40 @@ def test_status_names_checkpoints_that_were_skipped(tmp_path):
     assert "step 30 skipped: rank-00002.bin: checksum differs" in status_of(events, tmp_path)
 
 
-def test_report_tells_the_story_with_evidence_and_the_earliest_traceback(tmp_path):
-    errors = [RankError(attempt=1, rank=rank, step=26, t=T0 + 10 - rank, type="ValueError", message="m",
-                        traceback=f"Traceback of rank {rank}\nValueError: [brackets] stay") for rank in (2, 5)]
-    events = EVENTS[:CRASHED] + errors + EVENTS[CRASHED:]
+def errors_of(*ranks: int, traceback: str) -> list[RankError]:
+    return [RankError(attempt=1, rank=rank, step=26, t=T0 + 10 - rank, type="ValueError", message="m",
+                      traceback=traceback.format(rank=rank)) for rank in ranks]
+
+
+def report_of(errors: list[RankError], tmp_path: Path) -> str:
+    events = [*EVENTS[:CRASHED], *errors, *EVENTS[CRASHED:]]
     run_dir = RunDir(tmp_path / "demo")
     summary = summarize(events, run_dir=run_dir)
     pictures = write_report(summary, events, run_dir=run_dir)
     said = text_of(render_report(summary, events, run_dir=run_dir, pictures=pictures), width=160)
-    assert "attempt 1: crash" in said and "· rank 3 exited with signal 9" in said
-    assert "Traceback of rank 5" in said and "Traceback of rank 2" not in said
-    assert "[brackets] stay" in said
     assert all(str(picture) in said and picture.stat().st_size > 5000 for picture in pictures)
     assert [picture.parent for picture in pictures] == [run_dir.report] * 3
+    return said
+
+
+def test_a_root_without_exception_is_told_with_its_evidence_and_not_with_the_echoes_tracebacks(tmp_path):
+    said = report_of(errors_of(2, 5, traceback="Traceback of rank {rank}"), tmp_path)
+    assert "attempt 1: crash" in said and "· rank 3 exited with signal 9" in said
+    assert "Traceback of rank" not in said
+
+
+def test_an_exception_is_told_with_the_root_ranks_traceback_alone(tmp_path):
+    said = report_of(errors_of(2, 3, traceback="Traceback of rank {rank}\nValueError: [brackets] stay"), tmp_path)
+    assert "Traceback of rank 3" in said and "Traceback of rank 2" not in said
+    assert "[brackets] stay" in said and "rank-00003.log" in said
 
 
 def test_long_traceback_keeps_the_root_and_what_ended_the_rank(tmp_path):
     frames = "\n".join(f"  frame {n}" for n in range(50))
-    traceback = (f"Traceback:\n{frames}\nOSError: the root\n\nThe above exception was the direct cause of the "
-                 f"following exception:\n\nTraceback:\n{frames}\nRuntimeError: the end\n")
-    error = RankError(attempt=1, rank=2, step=26, t=T0, type="RuntimeError", message="", traceback=traceback)
-    events = [*EVENTS[:CRASHED], error, *EVENTS[CRASHED:]]
-    run_dir = RunDir(tmp_path / "demo")
-    said = text_of(render_report(summarize(events, run_dir=run_dir), events, run_dir=run_dir, pictures=[]), width=160)
-    assert "OSError: the root" in said and "RuntimeError: the end" in said and "rank-00002.log" in said
+    said = report_of(errors_of(3, traceback=(
+        f"Traceback:\n{frames}\nOSError: the root\n\nThe above exception was the direct cause of the "
+        f"following exception:\n\nTraceback:\n{frames}\nRuntimeError: the end\n")), tmp_path)
+    assert "OSError: the root" in said and "RuntimeError: the end" in said
     assert said.count("frame 49") == 2 and "frame 3 " not in said
 
 
