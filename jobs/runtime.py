@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from jobs.spec.job import Device
 
-# Imported by a first step, not by importing its caller: found as the difference of sys.modules around the
-# first two steps of an 8-rank job (tests/unit/test_preload.py repeats that). `jobs.train` brings the rest
-# with it: FSDP2, pipelining, dynamo, checkpoints.
-LAZY_MODULES = ("jobs.train", "numpy.ma", "torch.profiler._cupti_monitor", "torch.utils.checkpoint", "encodings.idna")
+# `jobs.train` brings nearly everything with it: FSDP2, pipelining, dynamo, checkpoints. The others are imported
+# by a first step: found as the difference of sys.modules around an 8-rank job, which tests/unit/test_preload.py
+# repeats; encodings.idna is what the first look-up of a host name imports.
+PRELOADED = ("jobs.train", "numpy.ma", "torch.profiler._cupti_monitor", "encodings.idna")
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -56,5 +56,5 @@ def synchronize(device: torch.device) -> None:
 def preload() -> None:
     """Import all that a rank will need, so that a forked rank starts at once. Runs no torch operation, starts
     no thread, touches no CUDA: the caller forks afterwards."""
-    for name in LAZY_MODULES:
+    for name in PRELOADED:
         importlib.import_module(name)

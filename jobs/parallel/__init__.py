@@ -87,6 +87,9 @@ def _refuse(spec: ModelSpec, *, layout: Layout, training: TrainingSpec) -> None:
     for size in ("num_heads", "num_kv_heads", "ffn_dim", "vocab_size"):
         if getattr(spec, size) % dims.tp:
             problems.append(f"parallel.tp: {dims.tp} does not divide model.{size}={getattr(spec, size)}")
+    if dims.order.index("dp_replicate") > dims.order.index("dp_shard"):
+        problems.append(f"mesh order: {dims.order} has dp_shard outside dp_replicate, which FSDP does not take; put "
+                        "dp_replicate first")
     if layout.slots < training.global_batch_size:
         problems.append(f"layout: {layout.slots} slots cannot hold global_batch_size={training.global_batch_size}")
     if problems:

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.distributed
 
 LOSS_TOLERANCE = 1e-5
 GRAD_NORM_TOLERANCE = 1e-4
+TP_OUTERMOST = ("tp", "pp", "dp_replicate", "dp_shard", "cp")  # any order with dp_replicate outside dp_shard will do
 
 # name → (layout arguments, changes of the model, changes of the training); the reference is the same model
 # and training on one rank
@@ -39,6 +40,8 @@ CASES = {
     "pp2 × dp_shard2": (dict(pp=2, dp_shard=2), {}, {}),
     "tp2 × pp2 without sequence parallelism": (dict(tp=2, pp=2, sequence_parallel=False), {}, {}),
     "tp2 × pp2 × dp_shard2 tied": (dict(tp=2, pp=2, dp_shard=2), dict(tie_embeddings=True), {}),
+    "tp2 × pp2 × dp_shard2, tp outermost": (dict(tp=2, pp=2, dp_shard=2, order=TP_OUTERMOST), {}, {}),
+    "dp_shard4, a rank without rows of the norms": (dict(dp_shard=4, microbatch_size=1), dict(dim=9, head_dim=8), {}),
     "surplus slots weigh nothing": (dict(dp_shard=2, microbatch_size=2, global_batch_size=7), {},
                                     dict(global_batch_size=7)),
     "microbatches of one": (dict(microbatch_size=1), {}, {}),

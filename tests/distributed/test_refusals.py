@@ -20,6 +20,8 @@ CASES = {
     "stages": (2, dict(pp=2), dict(layers_per_stage=(1, 2)), {}, r"\(1, 2\) does not split 4 layers over pp=2"),
     "slots": (1, {}, dict(num_microbatches=3), {}, "6 slots cannot hold global_batch_size=8"),
     "context parallel": (1, {}, dict(dims=ParallelDims(cp=2)), {}, "needs 2"),
+    "dp_shard outermost": (1, dict(order=("dp_shard", "dp_replicate", "pp", "cp", "tp")), {}, {},
+                           "put dp_replicate first"),
     "experts": (1, {}, dict(dims=ParallelDims(ep=2)), {}, "only 1 is implemented"),
     "too few microbatches": (2, dict(pp=2, microbatch_size=8), {}, {}, "microbatches"),
 }

@@ -70,6 +70,15 @@ def test_a_run_goes_on_in_any_layout(model, tmp_path):
     assert losses == pytest.approx(whole.losses, abs=LOSS_TOLERANCE, rel=0)
 
 
+def test_shards_without_rows_are_saved_and_resharded(tmp_path):
+    """Nine rows over four ranks are 3, 3, 3 and none."""
+    model = dataclasses.replace(TINY, dim=9, head_dim=8)
+    first = train_job(job(tmp_path, layout(dp_shard=4, microbatch_size=1), model=model, interval_steps=2))
+    commit(tmp_path, first.shards, step=2)
+    second = train_job(job(tmp_path, layout(tp=2), model=model, resume_step=2, attempt=2))
+    assert second.losses == pytest.approx(first.losses[2:], abs=LOSS_TOLERANCE, rel=0)
+
+
 def test_the_final_step_is_saved_though_not_due(tmp_path):
     outcome = train_job(job(tmp_path, layout(), interval_steps=3))
     assert sorted({shard.step for shard in outcome.shards}) == [3, TRAINING.steps]

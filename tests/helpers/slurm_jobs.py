@@ -58,7 +58,8 @@ def fail(path: str, code: int) -> None:
 def wait_for_signals(path: str) -> None:
     """Tells each USR2 and goes on; ends on TERM."""
     signals = {signal.SIGUSR2, signal.SIGTERM}
-    tell(path, event="start", t=time.time(), term=str(signal.getsignal(signal.SIGTERM)), end=end_time(), child=child())
+    tell(path, event="start", t=time.time(), end=end_time(), child=child(),
+         term_ends=signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     while True:
         number = signal.sigwait(signals)
@@ -91,6 +92,7 @@ def lead_steps(path: str, orders: str) -> None:
 async def _lead_steps(path: Path, orders: Path) -> None:
     launcher = SlurmLauncher.from_environment()
     out = path.parent
+    (out / "logs").mkdir()
     tell(str(path), nodes=launcher.nodes, address=launcher.address, cpus=launcher.cpus_per_node,
          end=await launcher.end_time())
     steps, served = [await _step(launcher, launcher.nodes, out)], 0
@@ -105,6 +107,6 @@ async def _lead_steps(path: Path, orders: Path) -> None:
 
 
 async def _step(launcher: SlurmLauncher, nodes: tuple[str, ...], out: Path) -> asyncio.subprocess.Process:
-    argv = agent_step(nodes, cpus_per_node=launcher.cpus_per_node, output=out / "step-%N.log")
+    argv = agent_step(nodes, cpus_per_node=launcher.cpus_per_node, run_dir=out)
     return await asyncio.create_subprocess_exec(*argv, sys.executable, "-c", TASK, str(out),
                                                 stdin=asyncio.subprocess.DEVNULL, env=step_environment(os.environ))

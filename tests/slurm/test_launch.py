@@ -73,7 +73,7 @@ def test_one_agent_per_node_with_all_of_the_nodes_share(allocation):
     started = allocation.started()
     assert sorted(started) == [f"{node}.0" for node in NODES]
     assert {(task["cpus"], task["gpus"]) for task in started.values()} == {("3", "0,1")}
-    assert all((allocation.folder / f"step-{node}.log").exists() for node in NODES)
+    assert all(RunDir(allocation.folder).agent_log(node).exists() for node in NODES)
 
 
 def test_a_dead_task_leaves_the_others_alive_and_is_replaced(slurm_cluster, allocation):

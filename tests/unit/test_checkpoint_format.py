@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from jobs import checkpoint
-from jobs.checkpoint import CheckpointCorrupt, Progress
+from jobs.checkpoint import CheckpointCorrupt, Progress, TrainingState
 from jobs.spec.rundir import MANIFEST
 
 STEP = 7
@@ -85,6 +85,16 @@ def test_random_states_are_restored_in_the_same_layout_only(saved):
     state = blank()
     checkpoint.load(saved[0], state, step=STEP, layout={"tp": 2})
     assert state.restored == {}
+
+
+def test_a_generator_goes_on_where_it_was_saved():
+    state = TrainingState(torch.nn.Linear(1, 1), None, rank=0, device=torch.device("cpu"), copies=frozenset())
+    torch.manual_seed(3)
+    saved = {name: value.clone() for name, value in state.random().items()}
+    expected = torch.rand(4)
+    torch.manual_seed(4)
+    state.set_random(saved)
+    assert torch.equal(torch.rand(4), expected)
 
 
 REFUSED = {

@@ -231,7 +231,8 @@ def test_a_step_keeps_the_job_but_not_what_contradicts_its_own_flags():
 
 
 def test_agents_start_one_per_node_on_the_nodes_named(tmp_path):
-    step = agent_step(("n3", "n1"), cpus_per_node=7, output=tmp_path / "agent-%N.log")
+    step = agent_step(("n3", "n1"), cpus_per_node=7, run_dir=tmp_path / "a@b c")
+    assert step[-2:] == [f"{tmp_path}/a@b c/logs/agent-", ".log"]
     for flag in ("--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--overlap", "--ntasks-per-node=1", "--ntasks=2",
                  "--nodes=2", "--nodelist=n3,n1", "--mpi=none", "--cpu-bind=none", "--cpus-per-task=7"):
         assert flag in step
