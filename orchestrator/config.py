@@ -13,7 +13,7 @@ from jobs.spec.hardware import GPUS
 from jobs.spec.job import FaultSpec
 from jobs.spec.load import Problem, suggest, to_dict
 from jobs.spec.model import AttentionConvention, ModelSpec
-from jobs.spec.parallel import Recompute, Schedule
+from jobs.spec.parallel import Recompute, Schedule, ZeroStage
 from jobs.spec.training import CheckpointSpec, DataSpec, TrainingSpec
 from orchestrator.cluster import ClusterSpec
 
@@ -34,7 +34,9 @@ class ParallelRequest:
     schedule: Schedule = "1f1b"
     recompute: Recompute = "none"
     sequence_parallel: bool = True
-    reshard_after_forward: bool = True
+    zero_stage: ZeroStage = 3
+    virtual_stages: int = 1
+    layers_per_unit: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,8 @@ AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 # dimension of its own: it is carved out of dp_shard × cp × tp.
 MESH_ORDER = ("dp_replicate", "pp", "dp_shard", "cp", "tp")
 
-Schedule = Literal["1f1b"]
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
+ZeroStage = Literal[1, 2, 3]
 Recompute = Literal["none", "selective", "full"]
 
 
@@ -72,11 +73,19 @@ class Layout:
     dims: ParallelDims
     microbatch_size: int  # sequences
     num_microbatches: int  # per data-parallel share
-    layers_per_stage: tuple[int, ...]  # one entry per pipeline stage, sums to num_layers
+    layers_per_stage: tuple[int, ...]  # one entry per pipeline stage (pp · virtual_stages), sums to num_layers
     sequence_parallel: bool = True
     schedule: Schedule = "1f1b"
+    virtual_stages: int = 1  # pipeline stages per rank
     recompute: Recompute = "none"
-    reshard_after_forward: bool = True  # False is ZeRO-2: parameters stay gathered from forward to backward
+    # What dp_shard shards: 1 optimizer state; 2 gradients too, parameters stay gathered from the first forward
+    # to the last backward; 3 parameters too, gathered unit by unit and dropped after each use.
+    zero_stage: ZeroStage = 3
+    layers_per_unit: int = 1  # consecutive layers that FSDP gathers together
+
+    @property
+    def reshard_after_forward(self) -> bool:
+        return self.zero_stage == 3
 
     @property
     def slots(self) -> int:
@@ -92,7 +101,9 @@ class Layout:
             "schedule": self.schedule,
             "recompute": self.recompute,
             "sequence_parallel": self.sequence_parallel,
-            "reshard_after_forward": self.reshard_after_forward,
+            "zero_stage": self.zero_stage,
+            "virtual_stages": self.virtual_stages,
+            "layers_per_unit": self.layers_per_unit,
             "layers_per_stage": list(self.layers_per_stage),
             "mesh_order": list(self.dims.order),
         }

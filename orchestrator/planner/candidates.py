@@ -242,7 +242,7 @@ def _batchings(dims: ParallelDims, question: Question, ledger: _Ledger) -> Itera
             continue
         yield Layout(dims=dims, microbatch_size=size, num_microbatches=share // size, layers_per_stage=layers,
                      sequence_parallel=request.sequence_parallel, schedule=request.schedule,
-                     recompute=request.recompute, reshard_after_forward=request.reshard_after_forward)
+                     recompute=request.recompute, zero_stage=request.zero_stage, layers_per_unit=request.layers_per_unit)
 
 
 def _choices(wanted: Degree, legal: list[int]) -> list[int]:

@@ -29,7 +29,7 @@ CASES = {
     "pp4 of uneven stages, tied": (dict(pp=4), dict(tie_embeddings=True, num_layers=6), {}),
     "dp_shard2": (dict(dp_shard=2), {}, {}),
     "dp_shard2 tied": (dict(dp_shard=2), dict(tie_embeddings=True), {}),
-    "dp_shard2 without resharding": (dict(dp_shard=2, reshard_after_forward=False), {}, {}),
+    "dp_shard2 without resharding": (dict(dp_shard=2, zero_stage=2), {}, {}),
     "dp_shard2 recompute full": (dict(dp_shard=2, recompute="full"), {}, {}),
     "dp_shard3 of uneven shards": (dict(dp_shard=3, microbatch_size=1), dict(ffn_dim=70), {}),
     "dp_replicate2": (dict(dp_replicate=2), {}, {}),

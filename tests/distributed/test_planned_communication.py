@@ -26,7 +26,7 @@ CASES = {
     "tp2 recompute selective": (dict(tp=2, recompute="selective"), False),
     "tp2 recompute full without sequence parallelism": (dict(tp=2, recompute="full", sequence_parallel=False), False),
     "dp_shard2": (dict(dp_shard=2), False),
-    "dp_shard2 without resharding": (dict(dp_shard=2, reshard_after_forward=False), False),
+    "dp_shard2 without resharding": (dict(dp_shard=2, zero_stage=2), False),
     "dp_shard2 tied": (dict(dp_shard=2), True),
     "dp_replicate2": (dict(dp_replicate=2), False),
     "pp2": (dict(pp=2), False),

@@ -65,14 +65,14 @@ def read_reports(folder: Path, *, rank: int) -> list:
 
 
 def layout(*, model: ModelSpec = TINY, global_batch_size: int = TRAINING.global_batch_size, microbatch_size: int = 2,
-           sequence_parallel: bool = True, recompute: str = "none", reshard_after_forward: bool = True,
+           sequence_parallel: bool = True, recompute: str = "none", zero_stage: int = 3,
            **degrees: int) -> Layout:
     """Degrees → a Layout whose slots hold the batch exactly, or with the smallest surplus."""
     dims = ParallelDims(**degrees)
     return Layout(dims=dims, microbatch_size=microbatch_size,
                   num_microbatches=-(-global_batch_size // (microbatch_size * dims.dp)),
                   layers_per_stage=split_layers(model.num_layers, dims.pp), sequence_parallel=sequence_parallel,
-                  recompute=recompute, reshard_after_forward=reshard_after_forward)
+                  recompute=recompute, zero_stage=zero_stage)
 
 
 def job(run_dir: Path, where: Layout, *, model: ModelSpec = TINY, training: TrainingSpec = TRAINING,

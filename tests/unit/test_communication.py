@@ -70,7 +70,7 @@ def test_hsdp_reduces_the_shard_over_the_replicas():
 
 @pytest.mark.parametrize("pp,m,reshard,stage,expected", GATHERS)
 def test_gathers_per_step(pp, m, reshard, stage, expected):
-    layout = layout_of(SMALL, dims={"pp": pp}, num_microbatches=m, reshard_after_forward=reshard)
+    layout = layout_of(SMALL, dims={"pp": pp}, num_microbatches=m, zero_stage=3 if reshard else 2)
     assert gather_passes(layout, stage=stage) == expected
 
 
