@@ -7,6 +7,7 @@ after a reconnect. Ranks are forked by a fork server, this process's child, and 
 import argparse
 import asyncio
 import collections
+import contextlib
 import os
 import secrets
 import signal
@@ -103,6 +104,8 @@ class Agent:
             say("the supervisor closed the connection")
         finally:
             writer.close()
+            with contextlib.suppress(OSError):  # how it broke has been told; unawaited, asyncio tells it again
+                await writer.wait_closed()
 
     async def _introduce(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         challenge = decode(await _read_line(reader), Challenge | Welcome, origin="supervisor")

@@ -69,6 +69,10 @@ class Launcher(Protocol):
         """
         ...
 
+    async def end_time(self) -> float | None:
+        """When the allocation will end, in seconds since 1970. None: no limit, or no answer."""
+        ...
+
 
 def agent_argv(run_dir: Path, *, address: str, port: int, node: str | None = None) -> list[str]:
     """Command line of an agent. `node` None: the agent asks Slurm's SLURMD_NODENAME."""

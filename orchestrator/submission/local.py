@@ -53,6 +53,9 @@ class LocalLauncher:
     async def start_agents(self, nodes: tuple[str, ...], *, run_dir: Path, port: int) -> list[asyncio.subprocess.Process]:
         return [await self._start_agent(node, run_dir, port) for node in nodes]
 
+    async def end_time(self) -> float | None:
+        return None
+
     async def _start_agent(self, node: str, run_dir: Path, port: int) -> asyncio.subprocess.Process:
         log = RunDir(run_dir).agent_log(node)
         log.parent.mkdir(parents=True, exist_ok=True)

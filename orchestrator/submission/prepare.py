@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from jobs.spec.load import Problem, SpecError, to_dict
 from jobs.spec.rundir import RunDir

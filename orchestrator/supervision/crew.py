@@ -45,6 +45,7 @@ class Crew:
         self._absent: dict[str, tuple[float, float, str]] = {}  # node → since when (monotonic, wall clock), why
         self._unacknowledged: list[tuple[str, int]] = []
         self._launched: set[asyncio.Task] = set()
+        self._last_launch: list[asyncio.subprocess.Process] = []
 
     # -------------------------------------------------------------- facts
     async def facts(self, *, timeout_s: float = TICK_S) -> list[Fact]:
@@ -108,10 +109,15 @@ class Crew:
 
     async def launch(self, nodes: tuple[str, ...]) -> None:
         """Start agents on nodes that have none; they connect by themselves."""
-        for process in await self.launcher.start_agents(nodes, run_dir=self.run_dir.path, port=self.port):
+        self._last_launch = await self.launcher.start_agents(nodes, run_dir=self.run_dir.path, port=self.port)
+        for process in self._last_launch:
             task = asyncio.create_task(process.wait())  # reap it; whether the agent lives its connection tells
             self._launched.add(task)
             task.add_done_callback(self._launched.discard)
+
+    def launch_is_over(self) -> bool:
+        """Everything the last launch started has ended: who has not connected by now never will."""
+        return all(process.returncode is not None for process in self._last_launch)
 
     def prepare(self, placement: Placement, attempt: int) -> None:
         """Fork servers ready, no rank of an earlier attempt left, and a port picked on the first node."""

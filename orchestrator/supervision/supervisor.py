@@ -38,6 +38,7 @@ from orchestrator.supervision.journal import Journal
 from orchestrator.supervision.observe import Health, observe
 
 ORPHAN_S = 120.0  # agents without a supervisor end themselves; longer than any reconnect, shorter than a waste
+CLOCK_S = 30.0  # between questions for the job's end
 WANDB_FINISH_S = 60.0  # for the reader to send its last lines after the run's end
 EXIT_CODES = {"completed": 0, "failed": 1, "stopped": 3}
 
@@ -78,9 +79,11 @@ class Supervisor:
         self.crew.port = await self.channel.listen()
         self._announce()
         wandb = self._start_wandb()
+        clock = asyncio.create_task(self._watch_the_clock())
         try:
             state, reason = await self._attempts()
         finally:
+            clock.cancel()
             await self.crew.dismiss("the run has ended")
             self.run_dir.supervisor.unlink(missing_ok=True)
         self.journal.write(RunEnded(t=time.time(), state=state, reason=reason, final_step=self.journal.last_step))
@@ -136,10 +139,11 @@ class Supervisor:
         """Agents up, fork servers ready, port chosen, then all ranks at once. Raises CannotStart or Stop."""
         if missing := self.crew.missing(placement.nodes + placement.spares):
             await self.crew.launch(missing)
-            await self._watch(lambda: not self.crew.missing(placement.nodes), timeout_s=self.policy.agent_start_s)
+            await self._watch(lambda: not self.crew.missing(placement.nodes) or self.crew.launch_is_over(),
+                              timeout_s=self.policy.agent_start_s)
         for node in self.crew.missing(placement.nodes):
-            raise CannotStart(node, f"no agent connected from it within {self.policy.agent_start_s:.0f} s; "
-                              f"see {self.run_dir.path / 'logs'}")
+            how = "its start failed" if self.crew.launch_is_over() else f"none within {self.policy.agent_start_s:.0f} s"
+            raise CannotStart(node, f"no agent connected from it: {how}; see {self.run_dir.path / 'logs'}")
         await asyncio.to_thread(remove_unfinished, self.run_dir)
         self.crew.prepare(placement, job.attempt)
         await self._watch(lambda: len(self.crew.prepared) == len(placement.nodes) or self.health.failed,
@@ -237,6 +241,15 @@ class Supervisor:
 
     def _ask_to_stop(self, kind: DiagnosisKind, summary: str) -> None:
         self.stop = self.stop or Stop(kind, summary)
+
+    async def _watch_the_clock(self) -> None:
+        """Slurm's warning signal reaches the first host of a job only, and never twice: ask as well."""
+        lead = self.config.cluster.slurm.signal_lead_s
+        while True:
+            end = await self.launcher.end_time()
+            if end is not None and end - time.time() < lead:
+                self._ask_to_stop("time_limit", f"the job ends in less than {lead} s")
+            await asyncio.sleep(CLOCK_S)
 
     def _announce(self) -> None:
         host = socket.gethostname()

@@ -5,12 +5,16 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from jobs.spec.events import AgentJoined, AgentLost, AttemptStarted, Decision, Diagnosis, RankExit, RunEnded
+from jobs.spec.rundir import RunDir
+from orchestrator.load import load
+from orchestrator.submission.prepare import prepare
 from tests.helpers.orc import ROOT, command_run, events, orc, report, training_run, wait_for
 
 FIRST_ATTEMPT = "import os, sys, time\nfirst = os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'\nrank = os.environ['RANK']\n"
@@ -184,6 +188,37 @@ def test_an_agent_that_lost_its_connection_comes_back_and_nothing_is_lost(tmp_pa
     assert (seen["state"], len(seen["attempts"])) == ("completed", 1)
     assert sorted(map(int, seen["losses"])) == list(range(1, 61))
     assert not only(run_dir, AgentLost) and len(only(run_dir, AgentJoined)) == 2
+
+
+def supervise(run_dir: RunDir, *, launcher: str) -> int:
+    """A supervisor with a launcher of the test's own, given as the source of a class derived from LocalLauncher."""
+    source = ("import sys, time\nfrom pathlib import Path\nfrom orchestrator.submission import local\n"
+              "from orchestrator.supervision.supervisor import main\n"
+              f"{launcher}\nsys.exit(main(Path(sys.argv[1]), Own(1)))")
+    return subprocess.run([sys.executable, "-c", source, str(run_dir.path)], cwd=ROOT, timeout=60).returncode
+
+
+def test_an_agent_that_cannot_start_is_told_at_once(tmp_path: Path) -> None:
+    run_file = command_run(tmp_path, "pass", nodes=1, policy={"max_restarts": 0, "agent_start_s": 100.0})
+    run_dir = prepare(load(run_file), None)
+    started = time.monotonic()
+    code = supervise(run_dir, launcher=(
+        "class Own(local.LocalLauncher):\n    pass\n"
+        "local.agent_argv = lambda *a, **k: [sys.executable, '-c', 'raise SystemExit(\"no agent here\")']"))
+    assert code == 1 and time.monotonic() - started < 30
+    found = only(run_dir.path, Diagnosis)[0]
+    assert found.kind == "node_failure" and "its start failed" in found.summary
+    assert "no agent here" in run_dir.agent_log("node-0").read_text()
+
+
+def test_the_end_of_the_allocation_is_seen_without_a_signal(tmp_path: Path) -> None:
+    run_file = command_run(tmp_path, "import time; time.sleep(300)", nodes=1)
+    run_dir = prepare(load(run_file), None)
+    code = supervise(run_dir, launcher=("class Own(local.LocalLauncher):\n"
+                                        "    async def end_time(self):\n        return time.time() + 100"))
+    assert code == 3
+    assert only(run_dir.path, Diagnosis)[0].kind == "time_limit"
+    assert "orc resume" in only(run_dir.path, Decision)[0].reason
 
 
 def processes_of(run_dir: Path) -> list[psutil.Process]:
