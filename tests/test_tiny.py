@@ -21,4 +21,8 @@ def test_a_run_that_loses_a_rank_ends_like_one_that_does_not(tmp_path: Path) -> 
     assert seen["attempts"][0]["suspects"] == ["rank 3 on node-1"]
     assert seen["losses"].keys() == expected["losses"].keys()
     assert max(abs(seen["losses"][step] - expected["losses"][step]) for step in expected["losses"]) < 1e-5
+    run_dir = tmp_path / "broken" / "runs" / "tiny"
+    for name in ("config.yaml", "plan.json", "submissions.jsonl", "events.jsonl", "attempts/1/placement.json",
+                 "attempts/2/job.json", "attempts/2/request.json", "attempts/1/logs/rank-00003.log"):
+        assert (run_dir / name).stat().st_size >= 0, name  # every arrow of the flow leaves its file
     assert len(list((Path(seen["wandb"]["dir"])).rglob("*.wandb"))) == 1  # one W&B run over both attempts

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -28,7 +29,7 @@ from orchestrator.load import load
 from orchestrator.placement import Placement, place, place_command
 from orchestrator.planner import layout_from_flat
 from orchestrator.submission import Launcher
-from orchestrator.submission.assemble import assemble_job
+from orchestrator.submission.assemble import assemble_job, assemble_request
 from orchestrator.supervision.channel import Channel
 from orchestrator.supervision.commit import CommitError, Commits, commit, newest_usable, prune, remove_unfinished
 from orchestrator.supervision.crew import TICK_S, CannotStart, Crew
@@ -108,6 +109,7 @@ class Supervisor:
                            run_dir=self.run_dir.path, attempt=attempt, resume_step=newest)
         write_json(self.run_dir.placement(attempt), placement.to_dict())
         write_json(self.run_dir.job(attempt), to_dict(job))
+        write_json(self.run_dir.request(attempt), to_dict(assemble_request(self.config)))
         self.health = Health(attempt=attempt, world_size=job.world_size, nodes=placement.nodes,
                              resume_step=newest)
         self.commits = Commits(self.run_dir, job)
@@ -297,4 +299,6 @@ def say(message: str) -> None:
 def main(run_dir: Path, launcher: Launcher) -> int:
     """Supervise the run to its end; returns the exit code."""
     (run_dir / "logs").mkdir(exist_ok=True)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection per node; the usual 1,024 are too few
     return asyncio.run(Supervisor(run_dir, launcher).run())
