@@ -21,12 +21,14 @@ from jobs import node as node_facts
 from jobs.process import adopt_orphans
 from jobs.ranks import Ranks
 from jobs.recorder import AGENT_SOCKET
-from jobs.spec.control import (LINE_LIMIT, Ack, Challenge, Heartbeat, Hello, Kill, Killed, Prepare, Prepared,
-                               PrepareFailed, Shutdown, Spooled, Start, ToAgent, Welcome, prove, proves)
+from jobs.spec.control import (Ack, Challenge, Heartbeat, Hello, Kill, Killed, Knock, Prepare, Prepared, PrepareFailed,
+                               Shutdown, Spooled, Start, ToAgent, Welcome, prove, proves)
 from jobs.spec.events import RankProgress, RankReport, decode, encode, kind_of, to_wire
+from jobs.spec.lines import PROVEN_LIMIT, Lines
 from jobs.spec.rundir import RunDir
 
 RETRY_S = 0.5  # between attempts to reach the supervisor
+HANDSHAKE_S = 10.0  # both proofs
 FIRST_CONTACT_S = 60.0  # to be welcomed for the first time
 HEAR_OUT_S = 5.0  # for the last lines of a dead rank; a child of its own may hold the connection open
 _UCRED = struct.Struct("3i")  # pid, uid, gid
@@ -61,7 +63,7 @@ class Agent:
         loop.add_signal_handler(signal.SIGTERM, self.done.set)
         loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C is the supervisor's to answer
         server = await asyncio.start_unix_server(self._serve_rank, self.socket_name.replace("@", "\0", 1),
-                                                 limit=LINE_LIMIT)
+                                                 limit=PROVEN_LIMIT)
         tasks = [asyncio.create_task(t) for t in (self._stay_connected(), self._heartbeat(), self._sample(),
                                                   self.done.wait())]
         try:
@@ -81,7 +83,7 @@ class Agent:
         while not self.done.is_set():
             try:
                 await self._converse()
-            except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
+            except (OSError, TimeoutError) as error:
                 say(f"no connection to the supervisor at {self.supervisor[0]}:{self.supervisor[1]}: {error}")
             self.writer = None
             patience = self.welcome.orphan_s if self.welcome else FIRST_CONTACT_S
@@ -91,14 +93,15 @@ class Agent:
             await asyncio.sleep(RETRY_S)
 
     async def _converse(self) -> None:
-        reader, writer = await asyncio.open_connection(*self.supervisor, limit=LINE_LIMIT)
+        reader, writer = await asyncio.open_connection(*self.supervisor)
+        lines = Lines(reader)
         try:
             self.address = writer.get_extra_info("sockname")[0]
-            await self._introduce(reader, writer)
+            await asyncio.wait_for(self._introduce(lines, writer), HANDSHAKE_S)
             self.writer = writer
             for spooled in list(self.spool):
                 self._send(spooled)
-            while line := await reader.readline():
+            while line := await lines.next():
                 self.last_contact = time.monotonic()
                 await self._obey(decode(line, ToAgent, origin="supervisor"))
             say("the supervisor closed the connection")
@@ -107,21 +110,28 @@ class Agent:
             with contextlib.suppress(OSError):  # how it broke has been told; unawaited, asyncio tells it again
                 await writer.wait_closed()
 
-    async def _introduce(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        challenge = decode(await _read_line(reader), Challenge | Welcome, origin="supervisor")
-        nonce = secrets.token_hex(16)
-        writer.write(encode(Hello(
-            proof=prove(self.secret, challenge.nonce), nonce=nonce, node=self.node, host=socket.gethostname(),
-            address=self.address, pid=os.getpid(), gpus=_count_gpus(), term=self.term, attempt=self.ranks.attempt,
-            last_seq=self.seq)))
-        welcome = decode(await _read_line(reader), Challenge | Welcome, origin="supervisor")
-        if not proves(self.secret, nonce, welcome.proof):
+    async def _introduce(self, lines: Lines, writer: asyncio.StreamWriter) -> None:
+        """Only after the supervisor has proved itself does this agent prove anything, or obey."""
+        mine = secrets.token_hex(16)
+        writer.write(encode(Knock(nonce=mine)))
+        challenge = decode(await _next(lines), Challenge | Knock, origin="supervisor")
+        if not proves(challenge.proof, self.secret, "supervisor", mine, challenge.nonce, challenge.term):
             raise ConnectionError("it does not know this run's secret")
-        if welcome.term < self.term:
-            raise ConnectionError(f"its term {welcome.term} is over; {self.term} has been seen")
-        self.welcome, self.term, self.last_contact = welcome, welcome.term, time.monotonic()
-        self._acknowledge(welcome.ack_seq)
-        if welcome.preload:
+        if challenge.term < self.term:
+            raise ConnectionError(f"its term {challenge.term} is over; {self.term} has been seen")
+        lines.limit = PROVEN_LIMIT
+        said = (mine, challenge.nonce, self.node, os.getpid(), self.term)
+        writer.write(encode(Hello(
+            proof=prove(self.secret, "agent", *said), node=self.node, host=socket.gethostname(), address=self.address,
+            pid=os.getpid(), gpus=_count_gpus(), term=self.term, attempt=self.ranks.attempt, last_seq=self.seq)))
+        answer = decode(await _next(lines), Welcome | Shutdown, origin="supervisor")
+        self.term, self.last_contact = answer.term, time.monotonic()
+        if isinstance(answer, Shutdown):
+            await self._obey(answer)
+            raise ConnectionError(f"it has no use for this agent: {answer.reason}")
+        self.welcome = answer
+        self._acknowledge(answer.ack_seq)
+        if answer.preload:
             await self.ranks.start_fork_server(preload=True)
 
     async def _obey(self, order) -> None:
@@ -214,8 +224,8 @@ class Agent:
 
 
 
-async def _read_line(reader: asyncio.StreamReader) -> bytes:
-    line = await reader.readline()
+async def _next(lines: Lines) -> bytes:
+    line = await lines.next()
     if not line:
         raise ConnectionError("it closed the connection (another secret, or not a node of this run)")
     return line

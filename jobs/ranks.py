@@ -18,9 +18,10 @@ import psutil
 
 from jobs.forkserver import Answer, Exited, Fork, Forked, Preload, Ready, Signal
 from jobs.node import available_cpus, interface_of
-from jobs.spec.control import LINE_LIMIT, RankState, Start
+from jobs.spec.control import RankState, Start
 from jobs.spec.events import RankExit, RankProgress, decode, encode
 from jobs.spec.job import SCRUBBED_PREFIXES, RankSlot, rank_environment
+from jobs.spec.lines import PROVEN_LIMIT
 from jobs.spec.rundir import RunDir
 
 LOG_TAIL_BYTES = 8192
@@ -57,7 +58,7 @@ class Ranks:
             [sys.executable, "-m", "jobs.forkserver", str(theirs.fileno()), str(os.getpid())],
             pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=_fork_server_environment())
         theirs.close()
-        reader, self._writer = await asyncio.open_connection(sock=ours, limit=LINE_LIMIT)
+        reader, self._writer = await asyncio.open_connection(sock=ours, limit=PROVEN_LIMIT)
         self._reading = asyncio.create_task(self._read_answers(reader))
         if preload:
             self._writer.write(encode(Preload()))
@@ -143,12 +144,13 @@ class Ranks:
             await self._changed.wait()
 
     def _sweep(self) -> None:
-        """Kill what ranks left behind: orphans of theirs become this process's children, in foreign sessions."""
-        for child in psutil.Process().children():
-            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-                if os.getsid(child.pid) != os.getsid(0):
-                    child.kill()
-                    child.wait()
+        """Kill what ranks left behind: orphans of theirs become this process's children, in foreign sessions.
+        The children of a killed one come next, so go on until none is found."""
+        while strays := [child for child in psutil.Process().children() if _is_foreign(child)]:
+            for stray in strays:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    stray.kill()
+                    stray.wait()
 
     # -------------------------------------------------------------- what is known
     def note_progress(self, progress: RankProgress) -> None:
@@ -169,6 +171,14 @@ class Ranks:
         if interface := interface_of(address):
             defaults["GLOO_SOCKET_IFNAME"] = interface  # gloo would resolve the host name, often to 127.0.1.1
         return defaults | env
+
+
+def _is_foreign(process: psutil.Process) -> bool:
+    """In a session that is not this agent's. Its own children, the fork server among them, share its session."""
+    try:
+        return os.getsid(process.pid) != os.getsid(0)
+    except ProcessLookupError:
+        return False
 
 
 def scrubbed(env) -> dict[str, str]:

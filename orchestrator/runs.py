@@ -4,6 +4,7 @@ Used by the CLI on any machine that sees the run directory; it reads files and a
 the one thing it may tell a supervisor is to stop.
 """
 import json
+import secrets
 import socket
 import time
 from dataclasses import dataclass
@@ -11,8 +12,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jobs.spec.control import Challenge, Command, CommandAccepted, prove
+from jobs.spec.control import Challenge, Command, CommandAccepted, Knock, prove, proves
 from jobs.spec.events import Event, RunEnded, RunStarted, decode, encode
+from jobs.spec.lines import UNPROVEN_LIMIT
 from jobs.spec.load import Problem, SpecError, suggest
 from jobs.spec.rundir import RunDir
 from orchestrator.load import load
@@ -135,8 +137,14 @@ def stop_run(run: Run, reason: str) -> str:
 
 def _command(address: tuple[str, int], secret: str, reason: str) -> CommandAccepted:
     with socket.create_connection(address, timeout=STOP_CONNECT_S) as connection, connection.makefile("rwb") as lines:
-        challenge = decode(lines.readline(), Challenge | CommandAccepted, origin="supervisor")
-        lines.write(encode(Command(proof=prove(secret, challenge.nonce), verb="stop", reason=reason)))
+        mine = secrets.token_hex(16)
+        lines.write(encode(Knock(nonce=mine)))
+        lines.flush()
+        challenge = decode(lines.readline(UNPROVEN_LIMIT), Challenge | CommandAccepted, origin="supervisor")
+        if not proves(challenge.proof, secret, "supervisor", mine, challenge.nonce, challenge.term):
+            raise OSError("another program listens on its port")
+        proof = prove(secret, "command", mine, challenge.nonce, "stop", reason)
+        lines.write(encode(Command(proof=proof, verb="stop", reason=reason)))
         lines.flush()
         return decode(lines.readline(), Challenge | CommandAccepted, origin="supervisor")
 

@@ -1,41 +1,51 @@
 """What supervisor and agents say to each other, beside the reports of jobs.spec.events.
 
-Newline-delimited JSON over one TCP connection per agent. Both ends prove that they know the run's
-secret (HMAC over the other's nonce) before anything else is believed. Every order carries the
-supervisor's `term`: an agent refuses a lower one than it has seen.
+Newline-delimited JSON over one TCP connection per agent. Before anything else is believed, the listener
+proves that it knows the run's secret, and then the caller does; each proof binds who speaks, to whom, and
+what is said, so that none can be used elsewhere. Every order carries the supervisor's `term`: an agent
+refuses a lower one than it has seen.
 """
 import hashlib
 import hmac
+import json
 from dataclasses import dataclass
 
 from jobs.spec.events import (AgentReport, FaultInjected, NodeSample, RankError, RankExit, RankFinished, ShardReport,
                               StepReport)
 from jobs.spec.job import JobSpec, RankSlot
 
-LINE_LIMIT = 64 * 2**20  # asyncio's own limit is 64 KiB; a traceback or a job spec may be longer
+
+def prove(secret: str, role: str, *said: str | int) -> str:
+    """HMAC-SHA256 over the speaker's role and everything it says, both nonces among it; hex."""
+    return hmac.new(secret.encode(), json.dumps([role, *said]).encode(), hashlib.sha256).hexdigest()
 
 
-def prove(secret: str, nonce: str) -> str:
-    """HMAC-SHA256(secret, nonce), hex: knowledge of the secret without saying it."""
-    return hmac.new(secret.encode(), nonce.encode(), hashlib.sha256).hexdigest()
-
-
-def proves(secret: str, nonce: str, proof: str) -> bool:
-    return hmac.compare_digest(prove(secret, nonce), proof)
+def proves(proof: str, secret: str, role: str, *said: str | int) -> bool:
+    return hmac.compare_digest(prove(secret, role, *said).encode(), proof.encode())
 
 
 # ------------------------------------------------------------------ connection
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Challenge:
+class Knock:
+    """First line of whoever connects."""
+
     nonce: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Hello:
-    """First line of an agent."""
+class Challenge:
+    """The supervisor's answer: proof over ("supervisor", both nonces, term)."""
 
-    proof: str  # over the supervisor's nonce
-    nonce: str  # the agent's own, for the supervisor to prove
+    nonce: str
+    term: int
+    proof: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hello:
+    """An agent: proof over ("agent", both nonces, node, pid, term)."""
+
+    proof: str
     node: str
     host: str
     address: str  # where other nodes reach this one
@@ -48,7 +58,7 @@ class Hello:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Command:
-    """First and only line of a person's client (`orc stop`)."""
+    """A person's client (`orc stop`): proof over ("command", both nonces, verb, reason)."""
 
     proof: str
     verb: str  # "stop"
@@ -63,7 +73,6 @@ class CommandAccepted:
 # ------------------------------------------------------------------ supervisor → agent
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Welcome:
-    proof: str  # over the agent's nonce
     term: int
     ack_seq: int  # reports up to here are recorded: resend what follows
     heartbeat_s: float
@@ -165,4 +174,4 @@ class Spooled:
 # What an agent spools and a supervisor must receive.
 Report = StepReport | ShardReport | RankError | FaultInjected | RankFinished | RankExit | NodeSample
 ToAgent = Challenge | Welcome | Prepare | Start | Kill | Shutdown | Ack
-ToSupervisor = Hello | Command | Prepared | PrepareFailed | Killed | Heartbeat | Spooled
+ToSupervisor = Knock | Hello | Command | Prepared | PrepareFailed | Killed | Heartbeat | Spooled

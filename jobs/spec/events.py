@@ -264,7 +264,7 @@ def from_wire(data: dict[str, Any], union: Any, *, origin: str = "message") -> A
     classes = _classes(union)
     fields = dict(data)
     name = fields.pop("event", None)
-    if name not in classes:
+    if not isinstance(name, str) or name not in classes:
         raise ValueError(f"{origin}: unknown event {name!r}; known: {', '.join(sorted(classes))}")
     return from_dict(classes[name], fields, origin=origin)
 
@@ -281,4 +281,10 @@ def encode(message: Any) -> bytes:
 
 def decode(line: bytes | str, union: Any, *, origin: str = "message") -> Any:
     """One JSON line → the dataclass of `union` that it names. Raises SpecError or ValueError."""
-    return from_wire(json.loads(line), union, origin=origin)
+    try:
+        data = json.loads(line)
+    except RecursionError:
+        raise ValueError(f"{origin}: nested too deeply") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{origin}: is not a JSON object")
+    return from_wire(data, union, origin=origin)

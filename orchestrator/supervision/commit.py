@@ -80,9 +80,12 @@ def newest_usable(run_dir: RunDir, *, refused: frozenset[int], t: float) -> tupl
     return None, skipped
 
 
-def prune(run_dir: RunDir, *, keep: int) -> None:
-    """Remove all but the newest `keep` committed checkpoints."""
-    for step in run_dir.committed_steps()[:-keep]:
+def prune(run_dir: RunDir, *, keep: int, refused: frozenset[int]) -> None:
+    """Remove all but the newest `keep` usable checkpoints. One that cannot be used keeps no place, and stays
+    until its step is written again."""
+    usable = [step for step in run_dir.committed_steps()
+              if step not in refused and _defect(run_dir.checkpoint(step)) is None]
+    for step in usable[:-keep]:
         doomed = run_dir.checkpoint(step)
         (doomed / MANIFEST).unlink()  # first: a half-removed folder must not look committed
         shutil.rmtree(doomed)

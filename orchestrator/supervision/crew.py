@@ -22,7 +22,7 @@ Fact = Report | AgentJoined | AgentLost | Command
 
 
 class CannotStart(Exception):
-    """An attempt could not be started; the message says why."""
+    """An attempt could not be started; the message says why, and on which node."""
 
     def __init__(self, node: str, reason: str) -> None:
         super().__init__(reason)
@@ -72,8 +72,10 @@ class Crew:
                 joined = AgentJoined(t=time.time(), node=hello.node, host=hello.host, pid=hello.pid, gpus=hello.gpus)
                 replaced = self.attempt != 0 and hello.attempt != self.attempt
                 return [joined] + ([_lost(hello.node, "its agent was replaced by a new one", time.time())] if replaced else [])
-            case Dropped(node=node, reason=reason):
-                self._absent[node] = (time.monotonic(), time.time(), reason)
+            case Dropped(node=node):
+                if node not in self.channel.agents:
+                    return []  # dismissed: nobody waits for it
+                self._absent[node] = (time.monotonic(), time.time(), item.reason)
                 return []
             case Command():
                 return [item]
@@ -100,6 +102,7 @@ class Crew:
         for node in overdue:
             _, last_heard, reason = self._absent.pop(node)
             reason += f", and it did not come back within {self.policy.reconnect_s:.0f} s"
+            self.channel.dismiss(node, reason)
             lost.append(_lost(node, reason, last_heard))
         return lost
 

@@ -23,6 +23,10 @@ def decide(diagnosis: Diagnosis, *, history: tuple[Decision, ...], newest_step: 
         case "stopped" | "time_limit" | "preemption":
             return decision("stop", f"{diagnosis.summary}; `orc resume` continues {_from(newest_step)}",
                             resume_step=newest_step)
+        case "divergence":
+            return decision("stop", f"{diagnosis.summary}, and computing it again would give the same; change the data "
+                            f"or the optimizer, then `orc resume` continues {_from(newest_step)}",
+                            resume_step=newest_step)
         case "user_error":
             return decision("stop", f"a restart would end the same way: {diagnosis.summary}", resume_step=newest_step)
     spent = _restarts_without_progress(history, newest_step)

@@ -43,6 +43,10 @@ def diagnose(health: Health, *, history: tuple[Diagnosis, ...], user_error_repea
     The same exception at the same step, `user_error_repeats` times in a row, is the user's own bug:
     hardware does not fail twice at the same line.
     """
+    if health.diverged:
+        step = health.diverged_step
+        return Diagnosis(t=t, attempt=health.attempt, kind="divergence", step=step, fingerprint="divergence",
+                         summary=f"loss or gradient norm of step {step} is not a finite number")
     causes = sorted(_causes(health), key=lambda cause: (cause.echo, cause.t))
     if not causes:
         raise ValueError(f"attempt {health.attempt} shows no failure: nothing to diagnose")

@@ -4,6 +4,7 @@ Nothing here judges: Health holds facts, in the order they arrived; diagnose dra
 Health is a fold over recorded events, every diagnosis can be derived again from events.jsonl.
 """
 import dataclasses
+import math
 from dataclasses import dataclass
 
 from jobs.spec.events import (AgentLost, CheckpointCommitted, Event, FaultInjected, RankError, RankExit, RankFinished,
@@ -26,6 +27,7 @@ class Health:
     first_step: int | None = None
     last_step: int | None = None
     committed_step: int | None = None
+    diverged_step: int | None = None  # first step whose loss or gradient norm is no number
 
     @property
     def reached(self) -> int | None:
@@ -35,7 +37,11 @@ class Health:
     @property
     def failed(self) -> bool:
         """Something has happened after which this attempt cannot complete."""
-        return bool(self.lost) or any(e.exit_code != 0 for e in self.exits)
+        return self.diverged or bool(self.lost) or any(e.exit_code != 0 for e in self.exits)
+
+    @property
+    def diverged(self) -> bool:
+        return self.diverged_step is not None
 
     @property
     def completed(self) -> bool:
@@ -58,9 +64,13 @@ def observe(health: Health, event: Event) -> Health:
             return dataclasses.replace(health, finished=health.finished | {event.rank})
         case FaultInjected():
             return dataclasses.replace(health, faults=(*health.faults, event))
-        case StepReport(step=step):
+        case StepReport(step=step, loss=loss, grad_norm=norm):
             first = step if health.first_step is None else health.first_step
-            return dataclasses.replace(health, first_step=first, last_step=max(step, health.last_step or 0))
+            diverged = health.diverged_step
+            if diverged is None and not (math.isfinite(loss) and math.isfinite(norm)):
+                diverged = step
+            return dataclasses.replace(health, first_step=first, last_step=max(step, health.last_step or 0),
+                                       diverged_step=diverged)
         case CheckpointCommitted(step=step):
             return dataclasses.replace(health, committed_step=step)
     return health

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,7 +36,7 @@ from orchestrator.supervision.commit import CommitError, Commits, commit, newest
 from orchestrator.supervision.crew import TICK_S, CannotStart, Crew
 from orchestrator.supervision.decide import decide
 from orchestrator.supervision.diagnose import diagnose
-from orchestrator.supervision.journal import Journal
+from orchestrator.supervision.journal import Journal, JournalError
 from orchestrator.supervision.observe import Health, observe
 
 ORPHAN_S = 120.0  # agents without a supervisor end themselves; longer than any reconnect, shorter than a waste
@@ -65,7 +66,7 @@ class Supervisor:
         self.term = self.journal.term + 1
         self.channel = Channel(
             secret=self.run_dir.secret.read_text().strip(), nodes=launcher.nodes,
-            welcome=Welcome(proof="", term=self.term, ack_seq=0, heartbeat_s=self.policy.heartbeat_s,
+            welcome=Welcome(term=self.term, ack_seq=0, heartbeat_s=self.policy.heartbeat_s,
                             sample_s=self.policy.sample_s, orphan_s=ORPHAN_S, preload=self.config.command is None))
         self.crew = Crew(channel=self.channel, launcher=launcher, policy=self.policy, run_dir=self.run_dir,
                          term=self.term)
@@ -83,11 +84,16 @@ class Supervisor:
         clock = asyncio.create_task(self._watch_the_clock())
         try:
             state, reason = await self._attempts()
+        except Exception as error:  # a defect here, or a full disk: the run must still end, and say why
+            traceback.print_exc()
+            state, reason = "failed", f"the supervisor failed: {type(error).__name__}: {error}"
         finally:
             clock.cancel()
             await self.crew.dismiss("the run has ended")
             self.run_dir.supervisor.unlink(missing_ok=True)
+        await asyncio.to_thread(self._tidy, remove_unfinished, self.run_dir)
         self.journal.write(RunEnded(t=time.time(), state=state, reason=reason, final_step=self.journal.last_step))
+        self.journal.close()  # from now on a resume may write
         await asyncio.to_thread(_wait_for_wandb, wandb)
         return EXIT_CODES[state]
 
@@ -115,20 +121,22 @@ class Supervisor:
         self.commits = Commits(self.run_dir, job)
         self.journal.write(AttemptStarted(t=time.time(), attempt=attempt, nodes=placement.nodes,
                                           world_size=job.world_size, resume_step=newest, layout=str(self.layout or "command")))
+        not_started: CannotStart | None = None
         try:
             await self._start(placement, job)
             await self._watch(lambda: self.health.failed or self.health.completed)
-            if self.health.failed:  # earlier roots may still be on their way
+            if self.health.failed and not self.health.diverged:  # earlier roots may still be on their way
                 await self._watch(lambda: False, timeout_s=self.policy.settle_s)
         except CannotStart as failure:
-            self._record(AgentLost(t=time.time(), node=failure.node, reason=str(failure)))
+            not_started = failure
+            self.channel.dismiss(failure.node, str(failure))  # the next attempt gets a new agent there
         except Stop:
             pass  # _conclude sees self.stop
         sealed, self.health = self.health, None  # what our own kill does to the ranks is no fact about the attempt
         await self._watch(self.crew.end_ranks(placement, attempt), interruptible=False,
                           timeout_s=self.policy.kill_grace_s + self.policy.heartbeat_timeout_s)
         self.crew.attempt = 0
-        return self._conclude(sealed)
+        return self._conclude(sealed, not_started)
 
     def _place(self) -> Placement:
         where = {"cluster": self.config.cluster, "nodes": self.launcher.nodes, "excluded": (),
@@ -146,26 +154,17 @@ class Supervisor:
         for node in self.crew.missing(placement.nodes):
             how = "its start failed" if self.crew.launch_is_over() else f"none within {self.policy.agent_start_s:.0f} s"
             raise CannotStart(node, f"no agent connected from it: {how}; see {self.run_dir.path / 'logs'}")
-        await asyncio.to_thread(remove_unfinished, self.run_dir)
+        await asyncio.to_thread(self._tidy, remove_unfinished, self.run_dir)
         self.crew.prepare(placement, job.attempt)
         await self._watch(lambda: len(self.crew.prepared) == len(placement.nodes) or self.health.failed,
                           timeout_s=self.policy.attempt_start_s)
         for node, reason in self.crew.unprepared(placement):
-            raise CannotStart(node, f"not ready for attempt {job.attempt} within {self.policy.attempt_start_s:.0f} s: "
-                              f"{reason}")
+            raise CannotStart(node, f"not ready for attempt {job.attempt}: {reason}")
         self.crew.start(placement, job)
 
-    def _conclude(self, health: Health) -> Decision:
+    def _conclude(self, health: Health, not_started: CannotStart | None) -> Decision:
         t = time.time()
-        if self.stop is not None:
-            diagnosis = Diagnosis(t=t, attempt=health.attempt, kind=self.stop.kind, summary=str(self.stop),
-                                  step=health.reached)
-        elif health.completed:
-            diagnosis = Diagnosis(t=t, attempt=health.attempt, kind="completed", step=health.reached,
-                                  summary=f"all {health.world_size} ranks have finished")
-        else:
-            diagnosis = diagnose(health, history=self.journal.diagnoses, t=t,
-                                 user_error_repeats=self.policy.user_error_repeats)
+        diagnosis = self._diagnose(health, not_started, t)
         self.journal.write(diagnosis)
         if diagnosis.kind == "corruption" and self.commits.job.resume_step is not None:
             self.journal.write(CheckpointSkipped(t=t, step=self.commits.job.resume_step, reason=diagnosis.summary))
@@ -175,6 +174,18 @@ class Supervisor:
         self.journal.write(AttemptEnded(t=time.time(), attempt=health.attempt, first_step=health.first_step,
                                         last_step=health.reached))
         return decision
+
+    def _diagnose(self, health: Health, not_started: CannotStart | None, t: float) -> Diagnosis:
+        known = {"t": t, "attempt": health.attempt, "step": health.reached}
+        if self.stop is not None:
+            return Diagnosis(kind=self.stop.kind, summary=str(self.stop), **known)
+        if health.completed:
+            return Diagnosis(kind="completed", summary=f"all {health.world_size} ranks have finished", **known)
+        if not_started is not None and not health.failed:
+            node = not_started.node
+            return Diagnosis(kind="node_failure", summary=f"{node}: {not_started}", node=node, suspects=(node,),
+                             fingerprint=f"start:{node}", **known)
+        return diagnose(health, history=self.journal.diagnoses, t=t, user_error_repeats=self.policy.user_error_repeats)
 
     # -------------------------------------------------------------- watching
     async def _watch(self, until: Callable[[], bool], *, timeout_s: float | None = None,
@@ -216,13 +227,23 @@ class Supervisor:
             return
         if (complete := self.commits.add(report)) is None:
             return
+        if self.health is not None and self.health.diverged:
+            return  # what was computed after the loss was lost is not worth keeping, least of all instead of better
         try:
             committed = await asyncio.to_thread(commit, self.run_dir, self.commits.job, complete)
-            await asyncio.to_thread(prune, self.run_dir, keep=self.config.checkpoint.keep)
         except (CommitError, OSError) as error:
             self.journal.write(CheckpointSkipped(t=time.time(), step=report.step, reason=str(error)))
             return
         self._record(committed)
+        await asyncio.to_thread(self._tidy, prune, self.run_dir, keep=self.config.checkpoint.keep,
+                                refused=self.journal.refused_steps)
+
+    def _tidy(self, remove: Callable, *args, **options) -> None:
+        """Removing what is not needed may fail without harm: nothing depends on it."""
+        try:
+            remove(*args, **options)
+        except OSError as error:
+            say(f"could not remove old files: {error}")
 
     def _choose_checkpoint(self) -> int | None:
         newest, skipped = newest_usable(self.run_dir, refused=self.journal.refused_steps, t=time.time())
@@ -240,6 +261,7 @@ class Supervisor:
             signal.SIGUSR2: ("time_limit", "Slurm warned that the job's time is almost up")}
         for signum, (kind, summary) in reasons.items():
             loop.add_signal_handler(signum, self._ask_to_stop, kind, summary)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, reasons)  # blocked until here by the local executor
 
     def _ask_to_stop(self, kind: DiagnosisKind, summary: str) -> None:
         self.stop = self.stop or Stop(kind, summary)
@@ -301,4 +323,9 @@ def main(run_dir: Path, launcher: Launcher) -> int:
     (run_dir / "logs").mkdir(exist_ok=True)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection per node; the usual 1,024 are too few
-    return asyncio.run(Supervisor(run_dir, launcher).run())
+    try:
+        supervisor = Supervisor(run_dir, launcher)
+    except JournalError as error:
+        say(str(error))
+        return EXIT_CODES["failed"]
+    return asyncio.run(supervisor.run())

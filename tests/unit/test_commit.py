@@ -116,5 +116,14 @@ def test_unfinished_writes_are_never_chosen_and_are_removed(run_dir: RunDir) -> 
 
 def test_pruning_keeps_the_newest(run_dir: RunDir) -> None:
     committed(run_dir, 10, 20, 30, 40)
-    prune(run_dir, keep=2)
+    prune(run_dir, keep=2, refused=frozenset())
     assert run_dir.committed_steps() == [30, 40]
+
+
+@pytest.mark.parametrize("how", ["refused", "defective"])
+def test_a_checkpoint_that_cannot_be_used_keeps_no_place(run_dir: RunDir, how: str) -> None:
+    committed(run_dir, 10, 20, 30, 40)
+    if how == "defective":
+        (run_dir.checkpoint(40) / "rank-0.bin").write_bytes(b"")
+    prune(run_dir, keep=2, refused=frozenset({40} if how == "refused" else ()))
+    assert run_dir.committed_steps() == [20, 30, 40]

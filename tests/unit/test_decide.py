@@ -30,6 +30,7 @@ CASES = [
     ("a lost node restarts", "node_failure", (), 10, "restart", 0.0),
     ("a corrupt checkpoint restarts from another", "corruption", (), 10, "restart", 0.0),
     ("the user's error does not", "user_error", (), 10, "stop", 0.0),
+    ("a lost loss does not either", "divergence", (), 10, "stop", 0.0),
     ("a stop is obeyed", "stopped", (), 10, "stop", 0.0),
     ("the time limit too", "time_limit", (), 10, "stop", 0.0),
 ]
