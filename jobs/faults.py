@@ -3,10 +3,16 @@
 Called by the trainer before each step. Every fault is told to the agent before it strikes, so that a
 diagnosis can be compared with what was really done.
 """
+import math
 import os
 import signal
 import time
+from collections.abc import Iterable
 
+import torch
+from torch import Tensor
+
+from jobs.mesh import local_of
 from jobs.recorder import Recorder
 from jobs.spec.events import FaultInjected
 from jobs.spec.job import FaultSpec
@@ -19,8 +25,10 @@ class InjectedFault(RuntimeError):
     """Raised by the `exception` fault."""
 
 
-def strike(faults: tuple[FaultSpec, ...], *, attempt: int, rank: int, step: int, recorder: Recorder) -> None:
-    """Carry out the faults meant for this attempt, rank and step (the step about to be computed, from 1)."""
+def strike(faults: tuple[FaultSpec, ...], *, attempt: int, rank: int, step: int, recorder: Recorder,
+           parameters: Iterable[Tensor] = ()) -> None:
+    """Carry out the faults meant for this attempt, rank and step (the step about to be computed, from 1).
+    `parameters` are this rank's, for the faults that damage them."""
     for fault in faults:
         if (fault.attempt, fault.rank, fault.step) != (attempt, rank, step):
             continue
@@ -35,5 +43,9 @@ def strike(faults: tuple[FaultSpec, ...], *, attempt: int, rank: int, step: int,
                 os._exit(EXIT_CODE)
             case "agent_kill":
                 os.kill(int(os.environ[AGENT_PID]), signal.SIGKILL)
+            case "nan":
+                with torch.no_grad():
+                    for parameter in parameters:
+                        local_of(parameter).fill_(math.nan)
             case other:
                 raise ValueError(f"faults: kind {other!r} is not known to the trainer")

@@ -166,7 +166,10 @@ def run_rank(job: JobSpec) -> int:
     """The life of a rank process; returns its exit code. An exception is told to the agent first."""
     if job.command is not None:
         sys.stdout.flush()
-        os.execvp(job.command[0], list(job.command))
+        try:
+            os.execvp(job.command[0], list(job.command))
+        except OSError as error:  # which does not say of what
+            raise OSError(f"command: {job.command[0]!r} cannot be run: {error.strerror}") from None
     from jobs.train import main
 
     recorder = Recorder.from_environment(attempt=job.attempt)

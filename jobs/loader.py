@@ -51,12 +51,13 @@ class Loader:
     """Batches of one data-parallel share of the slots, read from the memory-mapped token file.
 
     `slots` is this rank's share of range(layout.slots); a slot from global_batch_size on holds no sample
-    and its targets weigh nothing. The batch after the one asked for is read by a thread meanwhile: create
+    and its targets weigh nothing. `chunks` of `num_chunks` equal chunks of each sequence are this rank's, where
+    sequences are split over ranks. The batch after the one asked for is read by a thread meanwhile: create
     a Loader only in a process that will not fork any more.
     """
 
     def __init__(self, tokens: Path, *, seq_len: int, vocab_size: int, global_batch_size: int, seed: int, slots: range,
-                 device: torch.device) -> None:
+                 device: torch.device, chunks: tuple[int, ...] = (0,), num_chunks: int = 1) -> None:
         info = read_info(tokens)
         self.num_sequences = (info.num_tokens - 1) // seq_len
         self._refuse(info.vocab_size, vocab_size=vocab_size, num_tokens=info.num_tokens, seq_len=seq_len)
@@ -65,6 +66,8 @@ class Loader:
         self.global_batch_size = global_batch_size
         self.seed = seed
         self.slots = slots
+        size = seq_len // num_chunks
+        self.columns = np.concatenate([np.arange(chunk * size, (chunk + 1) * size) for chunk in chunks])
         self.device = device
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         self._ahead: tuple[int, Future] | None = None
@@ -81,7 +84,7 @@ class Loader:
             raise SpecError(problems)
 
     def batch(self, data_cursor: int) -> tuple[Tensor, Tensor]:
-        """(inputs, targets), int64 [len(slots), seq_len] on the device, for the batch number `data_cursor` (from 0)."""
+        """(inputs, targets), int64 [len(slots), this rank's part of seq_len] on the device, for the batch number `data_cursor` (from 0)."""
         if self._ahead is not None and self._ahead[0] == data_cursor:
             inputs, targets = self._ahead[1].result()
         else:
@@ -102,13 +105,13 @@ class Loader:
         return found
 
     def _read(self, data_cursor: int) -> tuple[Tensor, Tensor]:
-        inputs = np.zeros((len(self.slots), self.seq_len), dtype=np.int64)
-        targets = np.full((len(self.slots), self.seq_len), IGNORED, dtype=np.int64)
+        shape = len(self.slots), len(self.columns)
+        inputs, targets = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
         for row, sequence in enumerate(self.sequences(data_cursor)):
             if sequence >= 0:
                 start = sequence * self.seq_len
                 window = self.tokens[start:start + self.seq_len + 1]  # targets are the inputs, one token on
-                inputs[row], targets[row] = window[:-1], window[1:]
+                inputs[row], targets[row] = window[self.columns], window[self.columns + 1]
         pin = self.device.type == "cuda"
         return tuple(torch.from_numpy(a).pin_memory() if pin else torch.from_numpy(a) for a in (inputs, targets))
 

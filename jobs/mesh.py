@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from jobs.spec.parallel import ParallelDims
 
+FSDP_AXES = ("dp_shard", "cp")
+
 
 def build_mesh(dims: ParallelDims, *, device: torch.device) -> DeviceMesh:
     """All axes of `dims.order`, those of size 1 included. Raises ValueError if the world does not fit."""
@@ -18,7 +20,17 @@ def build_mesh(dims: ParallelDims, *, device: torch.device) -> DeviceMesh:
         shape = " × ".join(f"{axis}={getattr(dims, axis)}" for axis in dims.order)
         raise ValueError(f"world_size: {dist.get_world_size()} ranks were started, but the layout {shape} needs "
                          f"{dims.world_size}")
-    return init_device_mesh(device.type, dims.shape, mesh_dim_names=dims.order)
+    mesh = init_device_mesh(device.type, dims.shape, mesh_dim_names=dims.order)
+    if dims.dp_shard > 1 and dims.cp > 1:
+        # Ranks that split a sequence hold the same weights: they are shards of them like dp_shard's.
+        mesh[tuple(axis for axis in dims.order if axis in FSDP_AXES)]._flatten("fsdp")
+    return mesh
+
+
+def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The 1-D mesh over which one copy of the weights is sharded: dp_shard × cp, named after the axis that is not 1."""
+    split = [axis for axis in FSDP_AXES if axis_size(mesh, axis) > 1]
+    return mesh["fsdp"] if len(split) > 1 else mesh[split[0] if split else "dp_shard"]
 
 
 def coordinate(mesh: DeviceMesh) -> dict[str, int]:
@@ -39,12 +51,13 @@ def all_reduce(tensor: Tensor, *, mesh: DeviceMesh, axes: tuple[str, ...]) -> Te
     return tensor
 
 
-def is_owner(tensor: Tensor, *, axes: tuple[str, ...]) -> bool:
-    """Of a tensor that several ranks along `axes` hold in full, exactly one rank is the owner: coordinate 0."""
+def is_owner(tensor: Tensor, *, axes: tuple[str, ...] | None = None) -> bool:
+    """Of a tensor that several ranks along `axes` (None: along any axis of its mesh) hold in full, exactly one rank is
+    the owner: coordinate 0."""
     if not isinstance(tensor, DTensor):
         return True
     mesh = tensor.device_mesh
-    return all(not placement.is_replicate() or axis not in axes or mesh.get_local_rank(axis) == 0
+    return all(not placement.is_replicate() or (axes and axis not in axes) or mesh.get_local_rank(axis) == 0
                for axis, placement in zip(mesh.mesh_dim_names, tensor.placements, strict=True))
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from jobs.spec.model import AttentionConvention, ModelSpec, model_flops_per_token
+from jobs.spec.counts import model_flops_per_token
+from jobs.spec.model import AttentionConvention, ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

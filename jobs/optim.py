@@ -1,4 +1,4 @@
-"""AdamW with warm-up and cosine decay, and gradient clipping by the norm over the whole model.
+"""AdamW with warm-up and decay of the learning rate, and gradient clipping by the norm over the whole model.
 
 Called by the trainer. The learning rate is a function of the step alone, so a checkpoint needs no
 scheduler state.
@@ -21,12 +21,17 @@ MODEL_AXES = ("tp", "cp", "dp_shard", "pp")
 
 
 def learning_rate(step: int, *, spec: OptimizerSpec, total_steps: int) -> float:
-    """Of update number `step` (from 1): linear warm-up to lr, then a cosine to min_lr_ratio·lr at the last step."""
+    """Of update number `step` (from 1): linear warm-up to lr, then down to min_lr_ratio·lr at the last step, along a
+    cosine, or (wsd, arXiv:2404.06395, §4) on a straight line at the end."""
     if step <= spec.warmup_steps:
         return spec.lr * step / spec.warmup_steps
-    progress = (step - spec.warmup_steps) / max(1, total_steps - spec.warmup_steps)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    return spec.lr * (spec.min_lr_ratio + (1 - spec.min_lr_ratio) * cosine)
+    if spec.lr_schedule == "wsd":
+        falling = min(total_steps - spec.warmup_steps, math.ceil(spec.decay_fraction * total_steps))
+        remaining = min(1.0, max(0, total_steps - step) / max(1, falling))
+    else:
+        progress = (step - spec.warmup_steps) / max(1, total_steps - spec.warmup_steps)
+        remaining = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return spec.lr * (spec.min_lr_ratio + (1 - spec.min_lr_ratio) * remaining)
 
 
 class Optimizer:

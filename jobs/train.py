@@ -20,8 +20,10 @@ from jobs.parallel import ParallelModel, parallelize
 from jobs.recorder import Recorder
 from jobs.spec.job import JobSpec
 from jobs.spec.load import from_dict
+from jobs.spec.parallel import cp_chunks
 from jobs.spec.rundir import RunDir
 from jobs.trainer import CheckpointPlan, Trainer
+from jobs.weights import HubWeights
 
 
 def main(job: JobSpec, *, recorder: Recorder) -> None:
@@ -29,24 +31,32 @@ def main(job: JobSpec, *, recorder: Recorder) -> None:
     recorder.progress(job.resume_step or 0, "start")
     with runtime.process_group(job.device, timeout_s=job.dist_timeout_s, seed=job.training.seed) as device:
         mesh = build_mesh(job.layout.dims, device=device)
-        parallel = parallelize(job.model, mesh=mesh, layout=job.layout, training=job.training, device=device)
+        parallel = parallelize(job.model, mesh=mesh, layout=job.layout, training=job.training, device=device,
+                               weights=first_weights(job))
         trainer = build_trainer(job, parallel=parallel, mesh=mesh, recorder=recorder, device=device)
         trainer.resume(job.resume_step)
         trainer.run()
 
 
+def first_weights(job: JobSpec) -> HubWeights | None:
+    """What a run starts from where it is not random; a checkpoint that is resumed has weights of its own."""
+    folder = job.training.initial_weights
+    return HubWeights(Path(folder), spec=job.model) if folder and job.resume_step is None else None
+
+
 def build_trainer(job: JobSpec, *, parallel: ParallelModel, mesh: DeviceMesh, recorder: Recorder,
                   device: torch.device) -> Trainer:
     """Give each part of the trainer what it needs of the job, and no more."""
-    training, model = job.training, parallel.model
-    optimizer = Optimizer(model.named_parameters(), spec=training.optimizer, total_steps=training.steps, mesh=mesh,
+    training = job.training
+    optimizer = Optimizer(parallel.parameters.items(), spec=training.optimizer, total_steps=training.steps, mesh=mesh,
                           copies=parallel.copies)
-    state = TrainingState(model, optimizer, rank=recorder.rank, device=device, copies=parallel.copies)
+    state = TrainingState(parallel.parameters | parallel.buffers, optimizer, rank=recorder.rank, device=device,
+                          copies=parallel.copies, aliases=parallel.aliases)
     meter = RateMeter.of(job.model, seq_len=training.seq_len, global_batch_size=training.global_batch_size,
                          world_size=job.world_size, peak_tflops=job.peak_tflops, convention=job.mfu_convention)
     plan = CheckpointPlan(run_dir=RunDir(Path(job.run_dir)), interval_steps=job.checkpoint.interval_steps,
                           layout=job.layout.flat())
-    loader = build_loader(job, mesh=mesh, device=device) if model.is_first or model.is_last else None
+    loader = build_loader(job, mesh=mesh, device=device) if parallel.holds_first or parallel.holds_last else None
     return Trainer(parallel, optimizer=optimizer, loader=loader, mesh=mesh, state=state, plan=plan, recorder=recorder,
                    faults=job.faults, meter=meter, mfu_convention=job.mfu_convention, final_step=training.steps,
                    device=device)
@@ -56,10 +66,12 @@ def build_loader(job: JobSpec, *, mesh: DeviceMesh, device: torch.device) -> Loa
     """The loader of this rank's data-parallel share of the slots."""
     layout, training = job.layout, job.training
     share = layout.microbatch_size * layout.num_microbatches
-    first = share * layout.dims.dp_index(coordinate(mesh))
+    here, cp = coordinate(mesh), layout.dims.cp
+    first = share * layout.dims.dp_index(here)
     return Loader(Path(job.tokens_path), seq_len=training.seq_len, vocab_size=job.model.vocab_size,
                   global_batch_size=training.global_batch_size, seed=training.seed,
-                  slots=range(first, first + share), device=device)
+                  slots=range(first, first + share), device=device,
+                  **({"chunks": cp_chunks(cp, here["cp"]), "num_chunks": 2 * cp} if cp > 1 else {}))
 
 
 if __name__ == "__main__":

@@ -75,20 +75,21 @@ class Trainer:
         self._stalled_s = 0.0  # by the checkpoint after the step before
         here = {axis: mesh.get_local_rank(axis) for axis in mesh.mesh_dim_names}
         # first rank of the last stage: the one that owns the loss
-        self.is_reporter = parallel.model.is_last and not any(n for axis, n in here.items() if axis != "pp")
+        self.is_reporter = parallel.holds_last and not any(n for axis, n in here.items() if axis != "pp")
 
     def resume(self, step: int | None) -> None:
         """Continue from the committed checkpoint of `step`; None starts from nothing."""
         if step is not None:
             folder = self.plan.run_dir.checkpoint(step)
             self.progress = checkpoint.load(folder, self.state, step=step, layout=self.plan.layout)
+            self.parallel.refresh_weights()
 
     def run(self) -> None:
         """Train to the final step, saving on the way and at the end."""
         while self.progress.step < self.final_step:
             step = self.progress.step + 1
             strike(self.faults, attempt=self.recorder.attempt, rank=self.recorder.rank, step=step,
-                   recorder=self.recorder)
+                   recorder=self.recorder, parameters=self.optimizer.parameters.values())
             self._step(step)
             if self.plan.is_due(step, final_step=self.final_step):
                 self._stalled_s = self._save()
@@ -103,13 +104,14 @@ class Trainer:
         inputs, targets = (None, None) if self.loader is None else self.loader.batch(self.progress.data_cursor)
         after_data = time.perf_counter()
         self.recorder.progress(self.progress.step, "forward_backward")
-        loss = self.parallel.forward_backward(inputs, targets)
-        if self.parallel.model.is_last:
+        loss = self.parallel.forward_backward(inputs, targets, step=step)
+        if self.parallel.holds_last:
             loss = all_reduce(loss, mesh=self.mesh, axes=LOSS_AXES)
         runtime.synchronize(self.device)
         after_backward = time.perf_counter()
         self.recorder.progress(self.progress.step, "optimizer")
         norm, lr = self.optimizer.step(step)
+        self.parallel.refresh_weights()
         runtime.synchronize(self.device)
         durations = Durations(data_s=after_data - start, forward_backward_s=after_backward - after_data,
                               optimizer_s=time.perf_counter() - after_backward, checkpoint_s=self._stalled_s)

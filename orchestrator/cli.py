@@ -5,7 +5,7 @@ The only file that sees everything above it. Exit codes: 0 done, 1 the run faile
 """
 import json
 import os
-import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -16,18 +16,21 @@ from rich.console import Console
 from jobs.spec.load import SpecError
 from jobs.spec.rundir import RunDir
 from orchestrator.config import RunConfig
-from orchestrator.load import load
+from orchestrator.load import Loaded, load_traced, read_stored
 from orchestrator.monitoring.history import HistoryError
 from orchestrator.monitoring.status import render_report, render_status, write_report
 from orchestrator.monitoring.summary import summary_json
 from orchestrator.planner import Plan, plan, plan_json
+from orchestrator.planner.page import write_page
 from orchestrator.planner.show import show_plan
 from orchestrator.submission import Executor, SubmissionError
 from orchestrator.submission.assemble import assemble_request
 from orchestrator.submission.local import LocalExecutor
-from orchestrator.submission.prepare import prepare, submit as submit_run
+from orchestrator.submission.prepare import discard, exclusive, prepare, submit as submit_run
 from orchestrator.submission.slurm import SlurmExecutor
 from orchestrator.runs import Run, find_run, follow_run, stop_run
+from orchestrator.validation import validate
+from orchestrator.validation.show import show_report
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
                   context_settings={"help_option_names": ["-h", "--help"]})
@@ -41,6 +44,7 @@ Overrides = Annotated[list[str], typer.Argument(metavar="[KEY=VALUE]…", help="
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="a run's name, or its directory")]
 Root = Annotated[Path, typer.Option(help="where run directories lie", envvar="ORC_ROOT")]
 Json = Annotated[bool, typer.Option("--json", help="for machines")]
+Html = Annotated[Path | None, typer.Option("--html", metavar="PAGE.html", help="also write the plan as a page")]
 EMPTY: list[str] = []
 
 
@@ -50,26 +54,42 @@ def orc() -> None:
 
 
 @app.command("plan")
-def plan_command(run_file: RunFile, overrides: Overrides = EMPTY, as_json: Json = False) -> None:
+def plan_command(run_file: RunFile, overrides: Overrides = EMPTY, as_json: Json = False, html: Html = None) -> None:
     """Choose the layout, with its predicted cost, and say why the others lost."""
-    made = make_plan(load(run_file, overrides))
+    loaded = load_traced(run_file, overrides)
+    made = make_plan(loaded)
     if made is None:
         raise SystemExit("this run has a `command:`: it lays itself out, there is nothing to plan")
     if as_json:
         print(json.dumps(plan_json(made), indent=1))
     else:
         show_plan(made, console)
+    if html is not None:
+        write_page(html, made, loaded.config)
+        print(f"wrote {html}", file=sys.stderr)
+
+
+@app.command("validate")
+def validate_command(table: Annotated[Path, typer.Argument(metavar="TABLE.csv", help="measured runs, one per line")],
+                     as_json: Json = False,
+                     group_by: Annotated[str, typer.Option(help="column whose rows are compared")] = "group") -> None:
+    """Hold predictions against measured runs: error, order and regret per group."""
+    made = validate(table, group_by=group_by)
+    if as_json:
+        print(json.dumps(made.to_json(), indent=1))
+    else:
+        show_report(made, console)
 
 
 @app.command()
 def run(run_file: RunFile, overrides: Overrides = EMPTY,
         detach: Annotated[bool, typer.Option("--detach", "-d", help="do not follow")] = False) -> None:
     """Plan, submit and follow to the end. Ctrl-C stops the run; `orc resume` continues it."""
-    config = load(run_file, overrides)
-    made = make_plan(config)
+    loaded = load_traced(run_file, overrides)
+    config, made = loaded.config, make_plan(loaded)
     if made is not None:
         show_plan(made, console, brief=True)
-    job_id = start(config, made)
+    job_id = start(config, made, follow=not detach)
     if not detach:
         raise SystemExit(follow_run(Run(RunDir(config.run_dir), job_id, executor_for(config)), console))
 
@@ -78,26 +98,27 @@ def run(run_file: RunFile, overrides: Overrides = EMPTY,
 def submit(run_file: RunFile, overrides: Overrides = EMPTY,
            dry_run: Annotated[bool, typer.Option("--dry-run", help="print the exact script, submit nothing")] = False) -> None:
     """Plan and submit one job; `orc status` follows."""
-    config = load(run_file, overrides)
-    made = make_plan(config)
+    loaded = load_traced(run_file, overrides)
+    config, made = loaded.config, make_plan(loaded)
     if dry_run:
         print(executor_for(config).preview(assemble_request(config), config.run_dir), end="")
         return
     if made is not None:
         show_plan(made, console, brief=True)
-    start(config, made)
+    start(config, made, follow=False)
 
 
 @app.command()
 def resume(name: RunName, root: Root = Path("runs"),
            detach: Annotated[bool, typer.Option("--detach", "-d", help="do not follow")] = False) -> None:
     """Continue a run that has ended, from its newest committed checkpoint."""
-    found = find_run(name, root)
-    found.refuse_if_alive()
-    config = load(found.run_dir.config)
-    offset = found.run_dir.events.stat().st_size if found.run_dir.events.exists() else 0
-    job_id = submit_run(config, found.run_dir, found.executor)
-    console.print(f"resumed [bold]{config.run}[/] as job {job_id}", highlight=False)
+    with exclusive(find_run(name, root).run_dir) as submissions:
+        found = find_run(name, root)  # again: another resume may have been first
+        found.refuse_if_alive()
+        config, offset = read_stored(found.run_dir.config), found.history_end()
+        hold_interrupts(not detach)
+        job_id = submit_run(config, found.run_dir, found.executor, submissions)
+    say(f"resumed {config.run} as job {job_id}")
     if not detach:
         raise SystemExit(follow_run(Run(found.run_dir, job_id, found.executor), console, offset=offset))
 
@@ -106,7 +127,7 @@ def resume(name: RunName, root: Root = Path("runs"),
 def stop(name: RunName, root: Root = Path("runs"),
          reason: Annotated[str, typer.Option(help="is recorded in the run's history")] = "") -> None:
     """End a run now. What was committed stays; `orc resume` continues from there."""
-    console.print(stop_run(find_run(name, root), reason), highlight=False)
+    say(stop_run(find_run(name, root), reason))
 
 
 @app.command()
@@ -140,30 +161,46 @@ def logs(name: RunName, root: Root = Path("runs"),
          lines: Annotated[int, typer.Option("--lines", "-n")] = 40) -> None:
     """The last lines of a rank's, an agent's or the supervisor's log."""
     path = find_run(name, root).log(attempt=attempt, rank=rank, node=node)
-    console.print(f"[dim]{path}[/]", highlight=False, soft_wrap=True)
+    say(str(path))
     sys.stdout.write("".join(path.read_text(errors="replace").splitlines(keepends=True)[-lines:]))
 
 
-def make_plan(config: RunConfig) -> Plan | None:
-    """None for a `command:`."""
+def make_plan(loaded: Loaded) -> Plan | None:
+    """None for a `command:`. Raises SpecError, each problem with the place its value was written at."""
+    config = loaded.config
     if config.command is not None:
         return None
-    return plan(config.model, training=config.training, cluster=config.cluster, request=config.parallel,
-                headroom=config.memory.headroom, allow_tp_across_nodes=config.placement.allow_tp_across_nodes,
-                num_nodes=config.cluster.num_nodes - config.placement.spares, mfu_convention=config.mfu_convention)
+    try:
+        return plan(config.model, training=config.training, cluster=config.cluster, request=config.parallel,
+                    headroom=config.memory.headroom, allow_tp_across_nodes=config.placement.allow_tp_across_nodes,
+                    num_nodes=config.cluster.num_nodes - config.placement.spares, mfu_convention=config.mfu_convention)
+    except SpecError as refused:
+        raise SpecError(loaded.with_origins(refused.problems)) from refused
 
 
-def start(config: RunConfig, made: Plan | None) -> str:
+def start(config: RunConfig, made: Plan | None, *, follow: bool) -> str:
     """Prepare and submit; if the submission is refused, nothing is left behind."""
     run_dir = prepare(config, made)
+    hold_interrupts(follow)
     try:
-        job_id = submit_run(config, run_dir, executor_for(config))
+        with exclusive(run_dir) as submissions:
+            job_id = submit_run(config, run_dir, executor_for(config), submissions)
     except (SubmissionError, SpecError):
-        shutil.rmtree(run_dir.path)
+        discard(run_dir)
         raise
-    console.print(f"submitted [bold]{config.run}[/] as job {job_id}; everything about it is in {run_dir.path}",
-                  highlight=False, soft_wrap=True)
+    say(f"submitted {config.run} as job {job_id}; everything about it is in {run_dir.path}")
     return job_id
+
+
+def hold_interrupts(follow: bool) -> None:
+    """Between a submission and whoever follows it a Ctrl-C would leave a run behind that it meant to stop."""
+    if follow:
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+
+
+def say(message: str) -> None:
+    """One line; what it quotes of a user's names is no markup."""
+    console.print(message, highlight=False, soft_wrap=True, markup=False)
 
 
 def executor_for(config: RunConfig) -> Executor:

@@ -3,9 +3,11 @@
 Read from YAML by orchestrator.load. The same names in YAML, code and logs.
 """
 import dataclasses
+import os
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 
@@ -13,30 +15,51 @@ from jobs.spec.hardware import GPUS
 from jobs.spec.job import FaultSpec
 from jobs.spec.load import Problem, suggest, to_dict
 from jobs.spec.model import AttentionConvention, ModelSpec
-from jobs.spec.parallel import Recompute, Schedule, ZeroStage
+from jobs.spec.parallel import MESH_ORDER, CpMethod, Recompute, Schedule, ZeroStage
 from jobs.spec.training import CheckpointSpec, DataSpec, TrainingSpec
+from orchestrator.checks import number_problems
 from orchestrator.cluster import ClusterSpec
 
-Degree = int | Literal["auto"]
+# A value, a list of values to choose from, or "auto": every legal one. `check` reads what OmegaConf has no type for.
+Choice = Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelRequest:
     """What the user fixes of the layout; `auto` is left to the planner."""
 
-    dp_replicate: Degree = "auto"
-    dp_shard: Degree = "auto"
-    cp: Degree = 1
-    tp: Degree = "auto"
-    pp: Degree = "auto"
-    ep: Degree = 1
-    microbatch_size: Degree = "auto"
-    schedule: Schedule = "1f1b"
-    recompute: Recompute = "none"
-    sequence_parallel: bool = True
-    zero_stage: ZeroStage = 3
-    virtual_stages: int = 1
-    layers_per_unit: int = 1
+    dp_replicate: Choice = "auto"
+    dp_shard: Choice = "auto"
+    cp: Choice = "auto"
+    tp: Choice = "auto"
+    pp: Choice = "auto"
+    ep: Choice = "auto"
+    microbatch_size: Choice = "auto"
+    num_microbatches: Choice = "auto"
+    schedule: Choice = "auto"
+    virtual_stages: Choice = "auto"
+    recompute: Choice = "auto"
+    sequence_parallel: Choice = "auto"
+    zero_stage: Choice = "auto"
+    layers_per_unit: Choice = "auto"
+    reduce_every_microbatch: Choice = "auto"
+    cp_method: Choice = "auto"
+    num_nodes: Choice = "auto"  # that train; the others of the allocation wait
+    layers_per_stage: Any = "auto"  # one split, a list with an entry per stage
+    mesh_order: Any = "auto"  # one order, a list of the five mesh axes, outermost first
+    uneven_batch: bool = True  # more slots than global_batch_size, the surplus weighing nothing, where that is faster
+
+    def options(self, name: str) -> tuple[Any, ...] | None:
+        """The values asked for; None: all that are legal."""
+        value = getattr(self, name)
+        if value == "auto":
+            return None
+        return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+    def fixed(self) -> dict[str, Any]:
+        """Everything that is not left to the planner."""
+        named = (f.name for f in dataclasses.fields(self) if f.name != "uneven_batch")
+        return {name: value for name in named if (value := getattr(self, name)) != "auto"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +120,7 @@ class RunConfig:
 
     @property
     def run_dir(self) -> Path:
-        return Path(self.root).expanduser().resolve() / self.run
+        return Path(self.root) / self.run
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -119,46 +142,70 @@ def check(config: RunConfig) -> list[Problem]:
         refuse("run", config.run, "must be a plain name: it names the run's directory")
     if config.cluster.gpu not in GPUS:
         refuse("cluster.gpu", config.cluster.gpu, f"is unknown; {suggest(config.cluster.gpu, GPUS)}")
-    for where, value in _must_be_positive(config):
-        if value < 1:
-            refuse(where, value, "must be at least 1")
-    for where, value in _must_not_be_negative(config):
-        if value < 0:
-            refuse(where, value, "must not be negative")
-    if not 0 <= config.memory.headroom < 1:
-        refuse("memory.headroom", config.memory.headroom, "must be a share of the GPU's memory, 0 ≤ headroom < 1")
+    found += number_problems(dataclasses.replace(config, parallel=ParallelRequest()))
+    if config.command is not None and not config.command:
+        refuse("command", config.command, "names no program")
+    if config.command and config.cluster.kind == "local" and shutil.which(config.command[0]) is None:
+        refuse("command", config.command[0], "is no program that can be run here")
+    if config.command and config.faults:
+        refuse("faults", None, "are injected by the built-in trainer; a `command:` injects its own")
     if config.placement.spares >= config.cluster.num_nodes:
         refuse("placement.spares", config.placement.spares,
                f"leaves no node to train on; cluster.num_nodes is {config.cluster.num_nodes}")
-    found += _check_data(config) + _check_faults(config)
+    found += request_value_problems(config.parallel) + _check_data(config) + _check_faults(config)
+    found += _check_weights(config)
     return found
 
 
-def _must_be_positive(config: RunConfig) -> list[tuple[str, int]]:
-    """(dotted path, value) of every count that cannot be zero."""
-    counts = [(config.cluster, "cluster", ("num_nodes", "gpus_per_node")),
-              (config.cluster.slurm, "cluster.slurm", ("time_min",)),
-              (config.checkpoint, "checkpoint", ("interval_steps", "keep")),
-              (config.model, "model", ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim")),
-              (config.training, "training", ("steps", "seq_len", "global_batch_size")),
-              (config.policy, "policy", ("user_error_repeats",))]
-    found = [(f"{prefix}.{name}", getattr(part, name)) for part, prefix, names in counts if part for name in names]
-    degrees = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "microbatch_size")
-    found += [(f"parallel.{name}", value) for name in degrees if (value := getattr(config.parallel, name)) != "auto"]
+COUNTS = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "microbatch_size", "num_microbatches", "virtual_stages",
+          "layers_per_unit", "num_nodes")
+CHOICES = {"schedule": get_args(Schedule), "recompute": get_args(Recompute), "zero_stage": get_args(ZeroStage),
+           "cp_method": get_args(CpMethod), "sequence_parallel": (True, False),
+           "reduce_every_microbatch": (True, False)}
+
+
+def request_value_problems(request: ParallelRequest) -> list[Problem]:
+    """Values that no rule of a layout could read: of the wrong kind, or below 1."""
+    found = []
+
+    def refuse(name: str, value: Any, message: str) -> None:
+        found.append(Problem(where=f"parallel.{name}", value=value, message=message))
+
+    for name in COUNTS:
+        for value in request.options(name) or ():
+            if not isinstance(value, int) or isinstance(value, bool):
+                refuse(name, value, "is not a whole number; give one, a list of them, or auto")
+            elif value < 1:
+                refuse(name, value, "must be at least 1")
+    for name, known in CHOICES.items():
+        for value in request.options(name) or ():
+            if not any(value is one or (value == one and not isinstance(value, bool)) for one in known):
+                refuse(name, value, f"is not one of {', '.join(map(str, known))}, a list of them, or auto")
+    for name in (*COUNTS, *CHOICES):
+        if request.options(name) == ():
+            refuse(name, [], "leaves no choice; give a value, a list of values, or auto")
+    split = request.layers_per_stage
+    if split != "auto" and not (isinstance(split, list | tuple) and split
+                                and all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in split)):
+        refuse("layers_per_stage", split, "is not a list of layers per stage, e.g. [7, 8, 8, 7], or auto")
+    order = request.mesh_order
+    if order != "auto" and (not isinstance(order, list | tuple) or sorted(map(str, order)) != sorted(MESH_ORDER)):
+        refuse("mesh_order", order, f"does not name each of {', '.join(MESH_ORDER)} once, outermost first")
+    if not isinstance(request.uneven_batch, bool):
+        refuse("uneven_batch", request.uneven_batch, "is neither true nor false")
     return found
 
 
-def _must_not_be_negative(config: RunConfig) -> list[tuple[str, float]]:
-    found: list[tuple[str, float]] = [("placement.spares", config.placement.spares)]
-    for prefix, part in (("policy", config.policy), ("training.optimizer", config.training and config.training.optimizer)):
-        if part is not None:
-            numbers = [f.name for f in dataclasses.fields(part) if isinstance(getattr(part, f.name), int | float)]
-            found += [(f"{prefix}.{name}", getattr(part, name)) for name in numbers]
-    return found
+def _check_weights(config: RunConfig) -> list[Problem]:
+    folder = config.training.initial_weights
+    if folder is None or os.path.isdir(folder):
+        return []
+    return [Problem(where="training.initial_weights", value=folder, message="is not a folder; give one of safetensors "
+                    "files on a file system that all nodes share, or none")]
 
 
 def _check_data(config: RunConfig) -> list[Problem]:
-    if config.data is None or Path(config.data.path).expanduser().exists():
+    if config.data is None or os.path.exists(config.data.path):  # False, not an error, for a name too long
         return []
     return [Problem(where="data.path", value=config.data.path, message="does not exist; give a folder or a text file")]
 

@@ -4,12 +4,15 @@ Used by the CLI on any machine that sees the run directory; it reads files and a
 the one thing it may tell a supervisor is to stop.
 """
 import json
+import os
 import secrets
+import signal
 import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
 from rich.console import Console
 
 from jobs.spec.control import Challenge, Command, CommandAccepted, Knock, prove, proves
@@ -17,7 +20,6 @@ from jobs.spec.events import Event, RunEnded, RunStarted, decode, encode
 from jobs.spec.lines import UNPROVEN_LIMIT
 from jobs.spec.load import Problem, SpecError, suggest
 from jobs.spec.rundir import RunDir
-from orchestrator.load import load
 from orchestrator.monitoring.history import read_history, read_submissions
 from orchestrator.monitoring.progress import Progress
 from orchestrator.monitoring.summary import RunSummary, summarize
@@ -33,7 +35,7 @@ EXIT_CODES = {"completed": 0, "failed": 1, "stopped": 3}
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run directory with the job that last worked on it."""
+    """A run directory with the job that was last submitted for it."""
 
     run_dir: RunDir
     job_id: str | None
@@ -51,10 +53,24 @@ class Run:
 
     def refuse_if_alive(self) -> None:
         """Two supervisors must never work on one run."""
-        state = self.job_state()
-        if state in ("running", "pending") and not _has_ended(self.events()):
-            raise SpecError([Problem(where="run", value=self.run_dir.path.name,
-                                     message=f"is still {state} as job {self.job_id}; `orc stop` ends it")])
+        events, state = self.events(), self.job_state()
+        if ended := _end_of(self.job_id, events):
+            steps = self.steps()
+            if ended.state == "completed" and (steps is None or (ended.final_step or 0) >= steps):
+                raise SpecError([Problem(where="run", value=self.run_dir.path.name, message="has completed; to go on, "
+                                         f"raise training.steps in {self.run_dir.config}")])
+        elif self.job_id is not None and state in ("running", "pending", "unknown"):
+            raise SpecError([Problem(where="run", value=self.run_dir.path.name, message=(
+                f"is {state}{' and may still be at work' if state == 'unknown' else ''} as job {self.job_id}; "
+                "`orc stop` ends it"))])
+
+    def history_end(self) -> int:
+        """Offset behind the last complete line: a torn one after it the next supervisor takes away."""
+        return read_history(self.run_dir.events)[1]
+
+    def steps(self) -> int | None:
+        """The run's last step; None for a `command:`."""
+        return (_stored(self.run_dir).get("training") or {}).get("steps")
 
     def log(self, *, attempt: int | None, rank: int | None, node: str | None) -> Path:
         """Path of one log. Raises SpecError with those that exist."""
@@ -74,30 +90,40 @@ class Run:
 def find_run(name: str, root: Path) -> Run:
     """By directory, or by name under `root`. Raises SpecError."""
     for path in (Path(name), root / name):
-        run_dir = RunDir(path.expanduser().resolve())
-        if run_dir.config.is_file():
+        run_dir = RunDir(Path(os.path.abspath(os.path.expanduser(path))))
+        if os.path.isfile(run_dir.config):
             submissions = read_submissions(run_dir.submissions)
-            kind = load(run_dir.config).cluster.kind
+            kind = (_stored(run_dir).get("cluster") or {}).get("kind")
             return Run(run_dir, submissions[-1].job_id if submissions else None,
                        LocalExecutor() if kind == "local" else SlurmExecutor())
-    known = sorted(p.parent.name for p in root.glob("*/config.yaml"))
+    known = sorted(p.parent.name for p in root.glob("*/config.yaml")) if root.is_dir() else []
     raise SpecError([Problem(where="run", value=name, message=f"is no run directory and no run under {root}; "
                              f"{suggest(name, known) if known else 'there are none; set --root or ORC_ROOT'}")])
 
 
+def _stored(run_dir: RunDir) -> dict:
+    """The run's config as plain data: enough to look at a run and to stop it, even one of another version."""
+    try:
+        data = yaml.safe_load(run_dir.config.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise SpecError([Problem(where="config", value=str(run_dir.config), message=f"cannot be read: {error}")]) from error
+    return data if isinstance(data, dict) else {}
+
+
 def follow_run(run: Run, console: Console, *, offset: int = 0) -> int:
     """Show the run's progress until it ends; Ctrl-C stops it. Returns the run's exit code."""
-    training = load(run.run_dir.config).training
-    with Progress(steps=training.steps if training else None, console=console) as progress:
+    with Progress(steps=run.steps(), console=console) as progress:
         while True:
             try:
+                # whoever submitted held it back until somebody could answer it
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
                 ended = _follow(run, progress, offset)
                 break
             except KeyboardInterrupt:
-                console.print(stop_run(run, "stopped by Ctrl-C"), highlight=False)
+                console.print(stop_run(run, "stopped by Ctrl-C"), highlight=False, markup=False)
     if ended is None:
         console.print(f"job {run.job_id} is gone and its supervisor has not written an end; see "
-                      f"{run.run_dir.supervisor_log}", highlight=False, soft_wrap=True)
+                      f"{run.run_dir.supervisor_log}", highlight=False, soft_wrap=True, markup=False)
         return 1
     return EXIT_CODES[ended.state]
 
@@ -122,7 +148,7 @@ def _follow(run: Run, progress: Progress, offset: int) -> RunEnded | None:
 
 def stop_run(run: Run, reason: str) -> str:
     """Ask the supervisor to stop; if it cannot be reached, end its job. Returns what was done."""
-    if _has_ended(run.events()):
+    if _end_of(run.job_id, run.events()):
         return f"{run.run_dir.path.name} has ended already"
     try:
         address = json.loads(run.run_dir.supervisor.read_text())
@@ -149,10 +175,13 @@ def _command(address: tuple[str, int], secret: str, reason: str) -> CommandAccep
         return decode(lines.readline(), Challenge | CommandAccepted, origin="supervisor")
 
 
-def _has_ended(events: list[Event]) -> bool:
+def _end_of(job_id: str | None, events: list[Event]) -> RunEnded | None:
+    """How the run ended, if the job has come and gone. The end of an earlier job says nothing about this one."""
     for event in reversed(events):
-        if isinstance(event, RunEnded):
-            return True
-        if isinstance(event, RunStarted):
-            return False
-    return False
+        match event:
+            case RunStarted():
+                return None
+            case RunEnded() as ended:
+                last = next((e for e in reversed(events) if isinstance(e, RunStarted)), None)
+                return ended if last is not None and last.job_id == job_id else None
+    return None

@@ -4,14 +4,20 @@ Built by jobs.model.transformer. Knows nothing of parallelism: the number of hea
 projections' width, so that a module holding a slice of the heads works unchanged, and `Attention.inner`
 is the seam where another algorithm for softmax(QKᵀ)V may be put.
 """
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from jobs.model.layers import Norm
+from jobs.model.places import Places
 from jobs.spec.model import ModelSpec
+
+Inner = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v → out; [batch, seq, heads, head size]
 
 
 class RotaryTable:
@@ -21,16 +27,17 @@ class RotaryTable:
     dtype, and must not appear in a checkpoint.
     """
 
-    def __init__(self, *, head_dim: int, theta: float) -> None:
+    def __init__(self, *, head_dim: int, theta: float, places: Places | None = None) -> None:
         self.head_dim = head_dim
         self.theta = theta
+        self.places = places or Places()
         self._table: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, seq_len: int, *, device: torch.device) -> tuple[Tensor, Tensor]:
         """Two float32 tensors [seq_len, 1, head_dim/2]."""
         if self._table is None or self._table[0].shape[0] != seq_len or self._table[0].device != device:
             exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim
-            positions = torch.arange(seq_len, dtype=torch.float32, device=device)
+            positions = self.places.positions(seq_len, device).to(torch.float32)
             angles = torch.outer(positions, self.theta ** -exponents)[:, None, :]
             self._table = angles.cos(), angles.sin()
         return self._table
@@ -43,28 +50,73 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(QKᵀ/√d + causal mask)·V; [batch, seq, heads, head_dim], k and v possibly with fewer heads."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionKind:
+    """What an algorithm for softmax(QKᵀ)V has to compute; whoever replaces `inner` reads it."""
+
+    scale: float  # on QKᵀ
+    softcap: float | None = None  # scores become softcap · tanh(scores / softcap)
+    window: int | None = None  # a token sees itself and window − 1 before it; None: all before it
+
+    @classmethod
+    def of(cls, spec: ModelSpec, *, layer: int, head_dim: int) -> "AttentionKind":
+        scale = head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
+        return cls(scale=scale, softcap=spec.attention_softcap, window=spec.window(layer))
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, kind: AttentionKind) -> Tensor:
+    """softmax(scale·QKᵀ + causal mask)·V; [batch, seq, heads, head size], k and v possibly with fewer heads, v of
+    another head size."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    if kind.softcap is not None:
+        return _softcapped_attention(q, k, v, kind=kind).transpose(1, 2)
+    grouped = q.shape[1] != k.shape[1]
+    if kind.window is None or kind.window >= q.shape[2]:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=kind.scale, enable_gqa=grouped)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=_visible(q.shape[2], kind.window, device=q.device),
+                                             scale=kind.scale, enable_gqa=grouped)
     return out.transpose(1, 2)
+
+
+def _softcapped_attention(q: Tensor, k: Tensor, v: Tensor, *, kind: AttentionKind) -> Tensor:
+    """Written out, because no fused kernel caps scores: keeps the seq × seq scores. [batch, heads, seq, head size]"""
+    groups = q.shape[1] // k.shape[1]
+    q = q.unflatten(1, (k.shape[1], groups))  # [batch, kv heads, groups, seq, head size]
+    scores = q @ k.transpose(-1, -2)[:, :, None] * kind.scale
+    scores = kind.softcap * torch.tanh(scores / kind.softcap)
+    scores = scores.masked_fill(~_visible(q.shape[-2], kind.window, device=q.device), -torch.inf)
+    return (scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype) @ v[:, :, None]).flatten(1, 2)
+
+
+def _visible(seq_len: int, window: int | None, *, device: torch.device) -> Tensor:
+    """Bool [seq_len, seq_len]: which keys (columns) a query (row) sees."""
+    causal = torch.ones(seq_len, seq_len, dtype=torch.bool, device=device).tril()
+    return causal if window is None else causal.triu(1 - window)
 
 
 class Attention(nn.Module):
     """[batch, seq, dim] → [batch, seq, dim]."""
 
-    def __init__(self, spec: ModelSpec, *, rotary: RotaryTable) -> None:
+    def __init__(self, spec: ModelSpec, *, layer: int, rotary: RotaryTable | None) -> None:
         super().__init__()
         self.head_dim = spec.head_size
-        self.rotary = rotary
-        self.inner: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
-        self.wq = nn.Linear(spec.dim, spec.num_heads * self.head_dim, bias=False)
-        self.wk = nn.Linear(spec.dim, spec.num_kv_heads * self.head_dim, bias=False)
-        self.wv = nn.Linear(spec.dim, spec.num_kv_heads * self.head_dim, bias=False)
-        self.wo = nn.Linear(spec.num_heads * self.head_dim, spec.dim, bias=False)
+        self.rotary = rotary  # None: positions are in the embedding
+        self.kind = AttentionKind.of(spec, layer=layer, head_dim=self.head_dim)
+        self.inner: Inner = functools.partial(causal_attention, kind=self.kind)
+        self.wq = nn.Linear(spec.dim, spec.num_heads * self.head_dim, bias=spec.bias)
+        self.wk = nn.Linear(spec.dim, spec.num_kv_heads * self.head_dim, bias=spec.bias)
+        self.wv = nn.Linear(spec.dim, spec.num_kv_heads * self.head_dim, bias=spec.bias)
+        self.wo = nn.Linear(spec.num_heads * self.head_dim, spec.dim, bias=spec.bias)
+        self.q_norm = Norm(self.head_dim, spec=spec, rms=True) if spec.qk_norm else None
+        self.k_norm = Norm(self.head_dim, spec=spec, rms=True) if spec.qk_norm else None
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.wq, self.wk, self.wv))
-        cos, sin = self.rotary(q.shape[1], device=q.device)
-        out = self.inner(rotate(q, cos, sin), rotate(k, cos, sin), v)  # [batch, seq, heads, head_dim]
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotary is not None:
+            cos, sin = self.rotary(q.shape[1], device=q.device)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        out = self.inner(q, k, v)  # [batch, seq, heads, head_dim]
         return self.wo(out.flatten(-2))

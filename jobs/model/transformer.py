@@ -1,9 +1,8 @@
-"""Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""The decoder: embedding, layers of attention and feed-forward, output projection; its options are ModelSpec's.
 
 Built by jobs.train through jobs.parallel. A Transformer may be one chunk of a longer decoder: parts it
 does not hold are None, and layers keep their number in the whole. It knows no mesh and no group.
 """
-import hashlib
 import math
 
 import torch
@@ -12,39 +11,37 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jobs.model.attention import Attention, RotaryTable
+from jobs.model.latent import LatentAttention
+from jobs.model.layers import Dropout, FeedForward, Norm
+from jobs.model.moe import MoE
+from jobs.model.places import Places, Tokens, locate
 from jobs.spec.model import ModelSpec
-
-# Rows of a weight that share one random generator: small enough that a rank which holds a slice draws
-# little more than its own rows, large enough that seeding costs nothing.
-INIT_ROWS = 256
-
-
-class FeedForward(nn.Module):
-    """SwiGLU (arXiv:2002.05202): down(silu(gate(x)) · up(x)). [batch, seq, dim] → the same."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        self.gate = nn.Linear(spec.dim, spec.ffn_dim, bias=False)
-        self.up = nn.Linear(spec.dim, spec.ffn_dim, bias=False)
-        self.down = nn.Linear(spec.ffn_dim, spec.dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Layer(nn.Module):
-    """Pre-norm attention and feed-forward, each with its residual."""
+    """Pre-norm attention and feed-forward (or experts), each with its residual; norms behind them, too, where the
+    spec says so."""
 
-    def __init__(self, spec: ModelSpec, *, rotary: RotaryTable) -> None:
+    def __init__(self, spec: ModelSpec, *, layer: int = 0, rotary: RotaryTable | None) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
-        self.attention = Attention(spec, rotary=rotary)
-        self.ffn_norm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
-        self.ffn = FeedForward(spec)
+        attention = Attention if spec.mla is None else LatentAttention
+        self.attention_norm = Norm(spec.dim, spec=spec)
+        self.attention = attention(spec, layer=layer, rotary=rotary)
+        self.attention_post_norm = Norm(spec.dim, spec=spec) if spec.post_norms else None
+        self.attention_dropout = Dropout(spec.dropout, site=2 * layer + 1)
+        self.ffn_norm = Norm(spec.dim, spec=spec)
+        self.ffn = MoE(spec) if spec.is_moe(layer) else FeedForward(spec, ffn_dim=spec.ffn_dim, bias=spec.bias)
+        self.ffn_post_norm = Norm(spec.dim, spec=spec) if spec.post_norms else None
+        self.ffn_dropout = Dropout(spec.dropout, site=2 * layer + 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.ffn(self.ffn_norm(x))
+    def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
+        out = self.attention(self.attention_norm(x))
+        out = out if self.attention_post_norm is None else self.attention_post_norm(out)
+        x = x + self.attention_dropout(out, tokens)
+        normed = self.ffn_norm(x)
+        out = self.ffn(normed, tokens) if isinstance(self.ffn, MoE) else self.ffn(normed)
+        out = out if self.ffn_post_norm is None else self.ffn_post_norm(out)
+        return x + self.ffn_dropout(out, tokens)
 
 
 class TokenEmbedding(nn.Embedding):
@@ -53,6 +50,10 @@ class TokenEmbedding(nn.Embedding):
     def unembed(self, x: Tensor) -> Tensor:
         """[batch, seq, dim] → logits [batch, seq, vocab]"""
         return F.linear(x, self.weight)
+
+
+class PositionEmbedding(nn.Embedding):
+    """Learned positions: positions [batch, seq] → [batch, seq, dim]."""
 
 
 class Transformer(nn.Module):
@@ -66,45 +67,42 @@ class Transformer(nn.Module):
         super().__init__()
         self.is_first = is_first
         self.is_last = is_last
-        rotary = RotaryTable(head_dim=spec.head_size, theta=spec.rope_theta)
+        self.places = Places()
+        self.embedding_scale = math.sqrt(spec.dim) if spec.embedding_scale else None
+        self.output_softcap = spec.output_softcap
         tied_output = is_last and spec.tie_embeddings
+        rotary = None
+        if spec.positions == "rotary":
+            size = spec.head_size if spec.mla is None else spec.mla.qk_rope_head_dim
+            rotary = RotaryTable(head_dim=size, theta=spec.rope_theta, places=self.places)
+        learned = is_first and spec.positions == "learned"
         self.embedding = TokenEmbedding(spec.vocab_size, spec.dim) if is_first or tied_output else None
-        self.layers = nn.ModuleDict({str(i): Layer(spec, rotary=rotary) for i in layers})
-        self.norm = nn.RMSNorm(spec.dim, eps=spec.norm_eps) if is_last else None
+        self.position_embedding = PositionEmbedding(spec.max_positions, spec.dim) if learned else None
+        self.embedding_dropout = Dropout(spec.dropout, site=0)
+        self.layers = nn.ModuleDict({str(i): Layer(spec, layer=i, rotary=rotary) for i in layers})
+        self.norm = Norm(spec.dim, spec=spec) if is_last else None
         self.output = nn.Linear(spec.dim, spec.vocab_size, bias=False) if is_last and not tied_output else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, keys: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+        """keys: int64 [batch], random keys of the sequences for dropout (none: nothing is dropped). weights: float32
+        [batch], each sequence's share in the step's mean loss (none: experts are not balanced)."""
         if self.is_first:
             x = self.embedding(x)
+        tokens = locate(x, places=self.places, keys=keys, weights=weights)
+        if self.is_first:
+            x = self._embedded(x, tokens)
         for layer in self.layers.values():
-            x = layer(x)
+            x = layer(x, tokens)
         if self.is_last:
             x = self.norm(x)
             x = self.output(x) if self.output is not None else self.embedding.unembed(x)
+            if self.output_softcap is not None:
+                x = self.output_softcap * torch.tanh(x / self.output_softcap)
         return x
 
-
-def initial_rows(name: str, shape: tuple[int, ...], *, rows: range, spec: ModelSpec, seed: int) -> Tensor:
-    """Rows of a parameter's initial value, a function of (seed, name) alone: float32 on the CPU.
-
-    Norms are one. Matrices are normal with init_std, the two projections into the residual stream divided
-    by √(2·num_layers) (GPT-2), whoever asks and whichever rows are asked for.
-    """
-    if len(shape) == 1:
-        return torch.ones(len(rows))
-    std = spec.init_std
-    if name.endswith(("attention.wo.weight", "ffn.down.weight")):
-        std /= math.sqrt(2 * spec.num_layers)
-    out = torch.empty(len(rows), *shape[1:])
-    for block in range(rows.start // INIT_ROWS, -(-rows.stop // INIT_ROWS)):
-        first = block * INIT_ROWS
-        stop = min(first + INIT_ROWS, shape[0])
-        values = torch.empty(stop - first, *shape[1:]).normal_(std=std, generator=_generator(seed, name, block))
-        low, high = max(first, rows.start), min(stop, rows.stop)
-        out[low - rows.start:high - rows.start] = values[low - first:high - first]
-    return out
-
-
-def _generator(seed: int, name: str, block: int) -> torch.Generator:
-    digest = hashlib.sha256(f"{seed}:{name}:{block}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    def _embedded(self, x: Tensor, tokens: Tokens) -> Tensor:
+        if self.embedding_scale is not None:
+            x = x * self.embedding_scale
+        if self.position_embedding is not None:
+            x = x + self.position_embedding(tokens.positions)
+        return self.embedding_dropout(x, tokens)

@@ -1,119 +1,215 @@
 """From sizes and a layout to this rank's part of the model, in one visible order:
-tensor parallel → recompute → FSDP → weights → microbatch schedule.
+tensor parallel → expert parallel → context parallel → recompute → data parallel → weights → microbatch schedule.
 
 Called by jobs.train. The model is built on the meta device and only this rank's shards are ever filled,
 from (seed, parameter name), so weights do not depend on the layout.
 """
 import functools
+from collections.abc import Callable
 
 import torch
+import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from jobs.loss import cross_entropy
-from jobs.mesh import axis_size
-from jobs.model.transformer import Transformer, initial_rows
-from jobs.parallel.data import apply_fsdp
-from jobs.parallel.pipeline import Loss, MicrobatchLoop, OneForwardOneBackward, Schedule, sum_tied_gradients
+from jobs.mesh import axis_size, coordinate, fsdp_mesh
+from jobs.model.initial import initial_slice
+from jobs.model.transformer import Transformer
+from jobs.parallel.buckets import Buckets, Unit
+from jobs.parallel.context import apply_context_parallel
+from jobs.parallel.data import apply_fsdp, units
+from jobs.parallel.expert import (apply_expert_parallel, build_expert_mesh, expert_problems, moe_blocks,
+                                  router_biases, update_balance)
+from jobs.parallel.pipeline import Loss, MicrobatchLoop, Pipeline, Schedule, sum_tied_gradients
 from jobs.parallel.recompute import apply_recompute
-from jobs.parallel.tensor import apply_tensor_parallel, reduce_norm_gradients, vocab_parallel_cross_entropy
+from jobs.parallel.sequences import Sequences
+from jobs.parallel.tensor import (apply_tensor_parallel, partial_parameters, reduce_partial_gradients,
+                                  tensor_parallel_problems)
+from jobs.parallel.vocab import vocab_parallel_cross_entropy
 from jobs.spec.model import ModelSpec
 from jobs.spec.parallel import Layout
+from jobs.spec.support import layout_problems
 from jobs.spec.training import TrainingSpec
+from jobs.weights import HubWeights
+
+COPY = " (copy)"  # ends the name of a parameter whose original another stage of the same rank holds
+TIED = "embedding.weight"
 
 
 class ParallelModel:
-    """This rank's part of the model, and how a step's microbatches run through it."""
+    """This rank's parts of the model, and how a step's microbatches run through them."""
 
-    def __init__(self, model: Transformer, *, schedule: Schedule, mesh: DeviceMesh, sequence_parallel: bool,
-                 tied: bool) -> None:
-        self.model = model
+    def __init__(self, model_parts: tuple[Transformer, ...], *, schedule: Schedule, buckets: Buckets | None,
+                 mesh: DeviceMesh, sequences: Sequences, tied: bool) -> None:
+        self.model_parts = model_parts
         self.mesh = mesh
+        self.holds_first, self.holds_last = model_parts[0].is_first, model_parts[-1].is_last
         self._schedule = schedule
-        self._tp_group = mesh.get_group("tp") if sequence_parallel and axis_size(mesh, "tp") > 1 else None
-        self._tied_across_stages = tied and axis_size(mesh, "pp") > 1
+        self._buckets = buckets
+        self._sequences = sequences
+        self._tied_across_stages = tied and axis_size(mesh, "pp") > 1 and (self.holds_first or self.holds_last)
+        self.parameters = named_parameters(model_parts, buckets=buckets)
+        # not updated by the optimizer, but part of the model's state
+        self.buffers = {name: t for part in model_parts for name, t in router_biases(part, mesh=mesh).items()}
+        self._partial = [self.parameters[name] for part in model_parts for name in partial_parameters(part)]
 
     @property
     def copies(self) -> frozenset[str]:
-        """Names of parameters held here whose original is on another stage: neither counted nor saved here."""
-        is_copy = self._tied_across_stages and not self.model.is_first and self.model.is_last
-        return frozenset({"embedding.weight"} if is_copy else ())
+        """Names of parameters held here whose original is elsewhere: neither counted nor saved."""
+        if not (self._tied_across_stages and self.holds_last):
+            return frozenset()
+        return frozenset({TIED + COPY if self.holds_first else TIED})
 
-    def forward_backward(self, inputs: Tensor | None, targets: Tensor | None) -> Tensor:
-        """All microbatches of a step, [num_microbatches·microbatch_size, seq]. Afterwards every gradient is
-        the sum over the global batch. Returns this rank's share of the loss (zero but on the last stage)."""
-        loss = self._schedule.forward_backward(inputs, targets)
-        if self._tp_group is not None:
-            reduce_norm_gradients(self.model, group=self._tp_group)
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Of the copies those whose original is on this rank, too: name → name of the original."""
+        return {name: name.removesuffix(COPY) for name in self.copies if name.endswith(COPY)}
+
+    def forward_backward(self, inputs: Tensor | None, targets: Tensor | None, *, step: int = 0) -> Tensor:
+        """All microbatches of a step, [num_microbatches·microbatch_size, seq/cp]. Afterwards the gradient of each
+        of `parameters` is the sum over the global batch. Returns this rank's share of the loss (zero but on the last
+        stage)."""
+        loss = self._schedule.forward_backward(inputs, targets, self._sequences.at(step))
+        if self._buckets is not None:
+            self._buckets.finish()
+        if self._partial:
+            reduce_partial_gradients(self._partial, group=self.mesh.get_group("tp"))
         if self._tied_across_stages:
-            sum_tied_gradients(self.model, mesh=self.mesh)
+            tied = [p for name, p in self.parameters.items() if name.removesuffix(COPY) == TIED]
+            sum_tied_gradients(tied, mesh=self.mesh, is_first=self.holds_first)
+        update_balance(self.model_parts, mesh=self.mesh)
         return loss
+
+    def refresh_weights(self) -> None:
+        """To be called whenever `parameters` have been changed: what computes may be a copy of them."""
+        if self._buckets is not None:
+            self._buckets.refresh_weights()
+
+
+def named_parameters(model_parts: tuple[Transformer, ...], *, buckets: Buckets | None) -> dict[str, nn.Parameter]:
+    """What is updated and saved, by name in the whole model: float32, this rank's shards."""
+    found: dict[str, nn.Parameter] = {}
+    for part in model_parts:
+        for name, weight in part.named_parameters():
+            name = name + COPY if name in found else name
+            found[name] = weight if buckets is None else buckets.master_of(weight)
+    return found
 
 
 def parallelize(spec: ModelSpec, *, mesh: DeviceMesh, layout: Layout, training: TrainingSpec,
-                device: torch.device) -> ParallelModel:
-    """Build this rank's part. Raises ValueError where the layout does not fit the model."""
+                device: torch.device, weights: HubWeights | None = None) -> ParallelModel:
+    """Build this rank's parts, with initial or the given weights. Raises ValueError where the layout does not fit the
+    model."""
     _refuse(spec, layout=layout, training=training)
-    dims, stage = layout.dims, mesh.get_local_rank("pp")
-    first = sum(layout.layers_per_stage[:stage])
+    dims = layout.dims
+    expert_mesh = None if spec.moe is None else build_expert_mesh(dims, device=device)
+    parts = tuple(_build_part(spec, mesh=mesh, expert_mesh=expert_mesh, layout=layout, stage=stage)
+                  for stage in layout.stages(mesh.get_local_rank("pp")))
+    sharded = layout.zero_stage > 1 and dims.fsdp > 1
+    buckets = None
+    if sharded:
+        for part in parts:
+            apply_fsdp(part, mesh=mesh, expert_mesh=expert_mesh, reshard_after_forward=layout.reshard_after_forward,
+                       layers_per_unit=layout.layers_per_unit, param_dtype=training.param_dtype,
+                       reduce_dtype=training.reduce_dtype)
+    # not to_empty: it would send every DTensor through dispatch, a quarter of the time to build a small model
+    allocate = functools.partial(_allocate, device=device,
+                                 param_dtype=torch.float32 if sharded else getattr(torch, training.param_dtype))
+    for part in parts:
+        part._apply(allocate)
+        for buffer in part.buffers():
+            buffer.zero_()
+    shared = dims.dp * dims.cp > 1 or (expert_mesh is not None and axis_size(expert_mesh, "expert_fsdp") > 1)
+    if not sharded and (shared or training.param_dtype != "float32"):
+        buckets = Buckets([unit for part in parts for unit in _bucket_units(part, mesh=mesh, expert_mesh=expert_mesh,
+                                                                            layers_per_unit=layout.layers_per_unit)],
+                          num_backwards=layout.num_microbatches, reduce_dtype=getattr(torch, training.reduce_dtype))
+    schedule = _build_schedule(parts, spec=spec, mesh=mesh, layout=layout, training=training, buckets=buckets,
+                               device=device)
+    model = ParallelModel(parts, schedule=schedule, buckets=buckets, mesh=mesh,
+                          sequences=_sequences(spec, mesh=mesh, layout=layout, training=training, device=device),
+                          tied=spec.tie_embeddings)
+    if weights is None:
+        fill_weights(model.parameters, source=functools.partial(initial_slice, spec=spec, seed=training.seed))
+    else:
+        fill_weights(model.parameters | model.buffers, source=weights.slice)
+    model.refresh_weights()
+    return model
+
+
+def _bucket_units(part: Transformer, *, mesh: DeviceMesh, expert_mesh: DeviceMesh | None,
+                  layers_per_unit: int) -> list[Unit]:
+    """The experts of each layer, whose ranks are others, and then the usual units without them."""
+    experts = [] if expert_mesh is None else [
+        Unit(modules=[moe.experts], shards=expert_mesh["expert_fsdp"], replicas=expert_mesh["dp_replicate"])
+        for moe in moe_blocks(part)]
+    rest = [Unit(modules=unit, shards=fsdp_mesh(mesh), replicas=mesh["dp_replicate"])
+            for unit in units(part, layers_per_unit=layers_per_unit)]
+    return experts + rest
+
+
+def _sequences(spec: ModelSpec, *, mesh: DeviceMesh, layout: Layout, training: TrainingSpec,
+               device: torch.device) -> Sequences:
+    share = layout.microbatch_size * layout.num_microbatches
+    first = share * layout.dims.dp_index(coordinate(mesh))
+    return Sequences.of(spec, slots=range(first, first + share), global_batch_size=training.global_batch_size,
+                        seed=training.seed, device=device)
+
+
+def _build_part(spec: ModelSpec, *, mesh: DeviceMesh, expert_mesh: DeviceMesh | None, layout: Layout,
+                stage: int) -> Transformer:
     with torch.device("meta"):
-        model = Transformer(spec, layers=range(first, first + layout.layers_per_stage[stage]), is_first=stage == 0,
-                            is_last=stage == dims.pp - 1)
-    if dims.tp > 1:
-        apply_tensor_parallel(model, mesh=mesh["tp"], sequence_parallel=layout.sequence_parallel)
-    apply_recompute(model, recompute=layout.recompute)
-    if dims.dp > 1 or training.param_dtype != "float32":  # FSDP also keeps the float32 master of bf16 weights
-        apply_fsdp(model, mesh=mesh, reshard_after_forward=layout.reshard_after_forward,
-                   param_dtype=training.param_dtype, reduce_dtype=training.reduce_dtype)
-    fill_weights(model, spec=spec, seed=training.seed, device=device)
-    schedule = _build_schedule(model, spec=spec, mesh=mesh, layout=layout, training=training, device=device)
-    return ParallelModel(model, schedule=schedule, mesh=mesh, sequence_parallel=layout.sequence_parallel,
-                         tied=spec.tie_embeddings)
+        part = Transformer(spec, layers=layout.layers(stage), is_first=stage == 0,
+                           is_last=stage == layout.num_stages - 1)
+    if layout.dims.tp > 1:
+        apply_tensor_parallel(part, mesh=mesh["tp"], sequence_parallel=layout.sequence_parallel)
+    apply_expert_parallel(part, mesh=mesh, expert_mesh=expert_mesh)
+    if layout.dims.cp > 1:
+        apply_context_parallel(part, mesh=mesh["cp"], method=layout.cp_method)
+    apply_recompute(part, recompute=layout.recompute)
+    return part
 
 
 def _refuse(spec: ModelSpec, *, layout: Layout, training: TrainingSpec) -> None:
     dims = layout.dims
-    problems = []
-    if dims.cp > 1 or dims.ep > 1:
-        problems.append(f"parallel.cp, parallel.ep: {dims.cp}, {dims.ep}: only 1 is implemented in the trainer")
-    if len(layout.layers_per_stage) != dims.pp or sum(layout.layers_per_stage) != spec.num_layers:
+    problems = [str(problem) for problem in layout_problems(layout)]
+    if dims.cp > 1 and training.seq_len % (2 * dims.cp):
+        problems.append(f"training.seq_len: {training.seq_len} is not divisible by 2·cp={2 * dims.cp}, the equal chunks "
+                        "of a sequence")
+    if len(layout.layers_per_stage) != layout.num_stages or sum(layout.layers_per_stage) != spec.num_layers:
         problems.append(f"layers_per_stage: {layout.layers_per_stage} does not split {spec.num_layers} layers over "
-                        f"pp={dims.pp} stages")
-    if layout.sequence_parallel and training.seq_len % dims.tp:
-        problems.append(f"training.seq_len: {training.seq_len} is not divisible by tp={dims.tp}, as "
-                        "sequence_parallel needs")
-    for size in ("num_heads", "num_kv_heads", "ffn_dim", "vocab_size"):
-        if getattr(spec, size) % dims.tp:
-            problems.append(f"parallel.tp: {dims.tp} does not divide model.{size}={getattr(spec, size)}")
-    if dims.order.index("dp_replicate") > dims.order.index("dp_shard"):
-        problems.append(f"mesh order: {dims.order} has dp_shard outside dp_replicate, which FSDP does not take; put "
-                        "dp_replicate first")
+                        f"pp={dims.pp} stages" + f" × {layout.virtual_stages}" * (layout.virtual_stages > 1))
+    if layout.sequence_parallel and training.seq_len % (dims.cp * dims.tp):
+        problems.append(f"training.seq_len: {training.seq_len} is not divisible by "
+                        f"{f'cp·tp={dims.cp * dims.tp}' if dims.cp > 1 else f'tp={dims.tp}'}, as sequence_parallel "
+                        "needs")
+    problems += tensor_parallel_problems(spec, tp=dims.tp, sequence_parallel=layout.sequence_parallel)
+    problems += expert_problems(spec, dims=dims)
     if layout.slots < training.global_batch_size:
         problems.append(f"layout: {layout.slots} slots cannot hold global_batch_size={training.global_batch_size}")
     if problems:
         raise ValueError("\n".join(problems))
 
 
-def _build_schedule(model: Transformer, *, spec: ModelSpec, mesh: DeviceMesh, layout: Layout, training: TrainingSpec,
-                    device: torch.device) -> Schedule:
-    global_tokens = training.global_batch_size * training.seq_len
-    loss: Loss = functools.partial(cross_entropy, global_tokens=global_tokens)
+def _build_schedule(parts: tuple[Transformer, ...], *, spec: ModelSpec, mesh: DeviceMesh, layout: Layout,
+                    training: TrainingSpec, buckets: Buckets | None, device: torch.device) -> Schedule:
+    terms = {"global_tokens": training.global_batch_size * training.seq_len, "z_loss": training.z_loss}
+    loss: Loss = functools.partial(cross_entropy, **terms)
     if layout.dims.tp > 1:
-        loss = functools.partial(vocab_parallel_cross_entropy, group=mesh.get_group("tp"), global_tokens=global_tokens)
+        loss = functools.partial(vocab_parallel_cross_entropy, group=mesh.get_group("tp"), **terms)
     if layout.dims.pp == 1:
-        return MicrobatchLoop(model, layout=layout, loss=loss)
-    return OneForwardOneBackward(model, spec=spec, mesh=mesh, layout=layout, training=training, loss=loss,
-                                 device=device)
+        return MicrobatchLoop(parts[0], layout=layout, loss=loss)
+    return Pipeline(parts, spec=spec, mesh=mesh, layout=layout, training=training, loss=loss,
+                    accumulated=None if buckets is None else buckets.accumulated, device=device)
 
 
 @torch.no_grad()
-def fill_weights(model: Transformer, *, spec: ModelSpec, seed: int, device: torch.device) -> None:
-    """Give a model on meta its storage and its initial weights, one full row block at a time."""
-    # not to_empty: it would send every DTensor through dispatch, a quarter of the time to build a small model
-    model._apply(functools.partial(_allocate, device=device))
-    for name, parameter in model.named_parameters():
+def fill_weights(parameters: dict[str, Tensor], *, source: Callable[..., Tensor]) -> None:
+    """Give this rank's shards their first values. `source`: (name, global shape, sizes=, offsets=) → that box of it."""
+    for name, parameter in parameters.items():
         local, sizes, offsets = parameter, parameter.shape, (0,) * parameter.ndim
         if isinstance(parameter, DTensor):
             local = parameter.to_local()
@@ -121,16 +217,13 @@ def fill_weights(model: Transformer, *, spec: ModelSpec, seed: int, device: torc
                                                                    parameter.placements)
         if local.numel() == 0:
             continue  # fewer rows than ranks
-        values = initial_rows(name, tuple(parameter.shape), rows=range(offsets[0], offsets[0] + sizes[0]), spec=spec,
-                              seed=seed)
-        for dim in range(1, parameter.ndim):
-            values = values.narrow(dim, offsets[dim], sizes[dim])
-        local.copy_(values)
+        local.copy_(source(name.removesuffix(COPY), tuple(parameter.shape), sizes=tuple(sizes), offsets=tuple(offsets)))
 
 
-def _allocate(tensor: Tensor, *, device: torch.device) -> Tensor:
+def _allocate(tensor: Tensor, *, device: torch.device, param_dtype: torch.dtype) -> Tensor:
+    dtype = param_dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
     if not isinstance(tensor, DTensor):
-        return torch.empty_like(tensor, device=device)
-    local = torch.empty_like(tensor.to_local(), device=device)
+        return torch.empty_like(tensor, device=device, dtype=dtype)
+    local = torch.empty_like(tensor.to_local(), device=device, dtype=dtype)
     return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape,
                               stride=tensor.stride())

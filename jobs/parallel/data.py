@@ -1,43 +1,63 @@
-"""Data parallelism: FSDP2 over `dp_shard`, replicas of it (HSDP) over `dp_replicate`.
+"""Data parallelism with sharded weights: FSDP2 over fsdp = dp_shard·cp, replicas of it (HSDP) over dp_replicate.
 
-Called by jobs.parallel, last of the transformations. Gradients are *summed* over data-parallel ranks: the
-loss has already been divided by the global token count.
+Called by jobs.parallel, last of the transformations, for zero_stage 2 and 3; whole weights are jobs.parallel.buckets'.
+Gradients are *summed* over data-parallel ranks: the loss has already been divided by the global token count.
 
-Collectives; P = a layer's parameter bytes / tp in param_dtype, G = the same in reduce_dtype:
+A unit is gathered and reduced at once: layers_per_unit consecutive layers; the embedding; norm and output, with a
+tied embedding. The last two units of the model (norm and output, and the layers before it) are not dropped between
+forward and backward, which begins with them; norm and output, FSDP's root, are gathered already when a forward begins.
 
-    op               axis           bytes   when
-    all_gather       dp_shard       P       forward of each layer, and again in its backward if reshard_after_forward;
-                                            per microbatch, or once per step without reshard_after_forward
-    reduce_scatter   dp_shard       G       backward of the step's last microbatch
-    all_reduce       dp_replicate   G/dp_shard   the same, after the reduce_scatter
+Collectives per unit; P = its weights / tp in param_dtype, G = the same in reduce_dtype, m = num_microbatches:
+
+    op               axis           bytes    when
+    all_gather       fsdp           P        zero_stage=2: first forward of the step
+                                             zero_stage=3, one stage: every forward, and every backward but that of
+                                             the last two units. Several stages: a unit that a backward has gathered
+                                             stays so for the next forward; see orchestrator.planner.communication
+    reduce_scatter   fsdp           G        backward of the last microbatch; of every one if reduce_every_microbatch
+    all_reduce       dp_replicate   G/fsdp   after each reduce_scatter
 """
 import torch
+import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from jobs.mesh import axis_size
+from jobs.mesh import axis_size, fsdp_mesh
 from jobs.model.transformer import Transformer
+from jobs.parallel.expert import expert_placement
 from jobs.spec.training import DType
 
 
-def apply_fsdp(model: Transformer, *, mesh: DeviceMesh, reshard_after_forward: bool, param_dtype: DType,
-               reduce_dtype: DType) -> None:
-    """Shard `model` (on meta) in place: one unit per layer, one for the embedding, one for the output."""
-    replicated = axis_size(mesh, "dp_replicate") > 1
-    fsdp_mesh = mesh["dp_replicate", "dp_shard"] if replicated else mesh["dp_shard"]
+def units(model: Transformer, *, layers_per_unit: int) -> list[list[nn.Module]]:
+    """Modules that are gathered and reduced together, in the order of forward. The last unit holds what the others do
+    not; it is empty on a stage that has neither norm nor output."""
+    layers = list(model.layers.values())
+    found = [layers[i:i + layers_per_unit] for i in range(0, len(layers), layers_per_unit)]
+    embeddings = [module for module in (model.embedding, model.position_embedding) if module is not None]
+    ends = [module for module in (model.norm, model.output) if module is not None]
+    if model.is_first and not (model.is_last and model.output is None):
+        return [embeddings, *found, ends]
+    return [*found, ends + embeddings]  # a tied embedding is where backward begins
+
+
+def apply_fsdp(model: Transformer, *, mesh: DeviceMesh, expert_mesh: DeviceMesh | None, reshard_after_forward: bool,
+               layers_per_unit: int, param_dtype: DType, reduce_dtype: DType) -> None:
+    """Shard `model` (on meta) in place, unit by unit."""
+    shards = fsdp_mesh(mesh)
+    if axis_size(mesh, "dp_replicate") > 1:
+        shards = DeviceMesh._concatenate([mesh["dp_replicate"], shards])
     # Activations already have param_dtype behind the embedding: nothing is cast at layer boundaries.
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, param_dtype), reduce_dtype=getattr(torch, reduce_dtype),
                                   cast_forward_inputs=False)
-    if axis_size(mesh, "dp_shard") == 1:
-        reshard_after_forward = False  # nothing is freed where nothing is sharded, only copied again
-    options = {"mesh": fsdp_mesh, "mp_policy": policy}
-    if model.is_first and not (model.is_last and model.output is None):
-        fully_shard(model.embedding, reshard_after_forward=reshard_after_forward, **options)
-    for layer in model.layers.values():
-        fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
-    # The root holds the rest: norm and output, or norm and tied embedding. Backward begins with it, so
-    # it stays gathered.
-    fully_shard(model, reshard_after_forward=False, **options)
+    options = {"mesh": shards, "mp_policy": policy}
+    if expert_mesh is not None:
+        options["shard_placement_fn"] = expert_placement(model, expert_mesh=expert_mesh)
+    *inner, _ = units(model, layers_per_unit=layers_per_unit)
+    for i, unit in enumerate(inner):
+        last = model.is_last and i == len(inner) - 1
+        fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=reshard_after_forward and not last,
+                    **options)
+    fully_shard(model, reshard_after_forward=False, **options)  # what is left: the last unit
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -1,117 +1,176 @@
-"""How the microbatches of one step flow: a loop on one stage, 1F1B over several.
+"""How the microbatches of one step flow: a loop on one stage, or one of six schedules over several.
 
-Called by jobs.parallel; the trainer sees `forward_backward` only.
+Called by jobs.parallel; the trainer sees `forward_backward` only. Schedules are torch.distributed.pipelining's:
+gpipe (arXiv:1811.06965), 1f1b (2006.09503), interleaved_1f1b (2104.04473), interleaved_zero_bubble and zbv
+(2401.10241), dualpipev (2412.19437). The last three split backward in two, gradients of inputs and of weights; with
+recompute they do not: the first half is all of it, or torch would recompute a layer once for each of its weights.
 
-Collectives over pp, per microbatch; A = microbatch_size·seq_len·dim·bytes(param_dtype), divided by tp
-under sequence parallelism:
+Collectives over pp, per microbatch; A = microbatch_size·seq_len/cp·dim·bytes(param_dtype), divided by tp under
+sequence parallelism:
 
     op            from → to                 bytes   when
-    send / recv   stage s → s+1             A       forward
-    send / recv   stage s+1 → s             A       backward
-    send / recv   first ↔ last              4·vocab·dim/(tp·dp_shard)   once per step, tied embeddings only
+    send / recv   stage s → s+1             A       forward; nothing where both are on one rank (the turn of a V)
+    send / recv   stage s+1 → s             A       backward, the same
+    send / recv   first ↔ last              4·vocab·dim/(tp·fsdp)   once per step, tied embeddings only, and not where
+                                            both are on one rank (zbv, dualpipev); fsdp = dp_shard·cp
 """
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.pipelining import (PipelineStage, Schedule1F1B, ScheduleDualPipeV, ScheduleGPipe,
+                                          ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble)
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from jobs.mesh import axis_size, local_of
+from jobs.mesh import local_of
 from jobs.model.transformer import Transformer
 from jobs.spec.model import ModelSpec
 from jobs.spec.parallel import Layout
 from jobs.spec.training import TrainingSpec
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # logits, targets of a microbatch → its share of the step's loss
+Accumulated = Callable[[nn.Parameter], None]  # told of every weight that a backward pass has added to
+
+SCHEDULES = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
 
 
 class Schedule(Protocol):
-    def forward_backward(self, inputs: Tensor | None, targets: Tensor | None) -> Tensor:
-        """All microbatches of a step, [num_microbatches·microbatch_size, seq]; leaves the gradients in place.
+    def forward_backward(self, inputs: Tensor | None, targets: Tensor | None, sequences: dict[str, Tensor]) -> Tensor:
+        """All microbatches of a step, [num_microbatches·microbatch_size, seq/cp]; leaves the gradients in place.
+        `sequences`: further arguments of the model by name, [num_microbatches·microbatch_size] each.
 
         Returns this rank's share of the step's loss, a scalar; zero on all but the last stage."""
 
 
 class MicrobatchLoop:
-    """One stage: forward and backward of one microbatch after the other, reducing gradients with the last."""
+    """One stage: forward and backward of one microbatch after the other."""
 
     def __init__(self, model: Transformer, *, layout: Layout, loss: Loss) -> None:
         self.model = model
         self.loss = loss
         self.microbatch_size = layout.microbatch_size
         self.reshard_after_forward = layout.reshard_after_forward
+        self.reduce_every_microbatch = layout.reduce_every_microbatch
 
-    def forward_backward(self, inputs: Tensor | None, targets: Tensor | None) -> Tensor:
+    def forward_backward(self, inputs: Tensor | None, targets: Tensor | None, sequences: dict[str, Tensor]) -> Tensor:
         microbatches = list(zip(inputs.split(self.microbatch_size), targets.split(self.microbatch_size), strict=True))
         total = torch.zeros((), device=inputs.device)
         for i, (tokens, wanted) in enumerate(microbatches):
             if isinstance(self.model, FSDPModule):
                 is_last = i == len(microbatches) - 1
                 self.model.set_is_last_backward(is_last)
-                self.model.set_requires_gradient_sync(is_last)
+                self.model.set_requires_gradient_sync(is_last or self.reduce_every_microbatch)
                 self.model.set_reshard_after_backward(is_last or self.reshard_after_forward)
-            loss = self.loss(self.model(tokens), wanted)
+            rows = slice(i * self.microbatch_size, (i + 1) * self.microbatch_size)
+            loss = self.loss(self.model(tokens, **{name: value[rows] for name, value in sequences.items()}), wanted)
             loss.backward()
             total += loss.detach()
         return total
 
 
-class OneForwardOneBackward:
-    """This rank's stage of a 1F1B pipeline (arXiv:2006.09503)."""
+class Stage(PipelineStage):
+    """A stage whose weight gradients are reported and reduced as data parallelism needs it."""
 
-    def __init__(self, model: Transformer, *, spec: ModelSpec, mesh: DeviceMesh, layout: Layout,
-                 training: TrainingSpec, loss: Loss, device: torch.device) -> None:
+    def __init__(self, *args: Any, accumulated: Accumulated | None, reduce_every_microbatch: bool,
+                 **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._accumulated = accumulated
+        self._reduce_every_microbatch = reduce_every_microbatch
+
+    def backward_maybe_with_nosync(self, backward_type, bwd_kwargs, last_backward=False):
+        result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        if backward_type == "weight" and self._accumulated is not None:
+            for weight in self.submod.parameters():  # torch adds to .grad itself: no autograd hook has run
+                self._accumulated(weight)
+        if backward_type != "input" and self._reduce_every_microbatch:
+            self._reduce_now()
+        return result
+
+    def _reduce_now(self) -> None:
+        """PipelineStage.perform_reduce_grad, without dropping weights: other microbatches still need them."""
+        self.submod.set_requires_gradient_sync(True)
+        state = fully_shard.state(self.submod)
+        for unit in state._state_ctx.all_states:
+            for group in unit._fsdp_param_groups:
+                group.post_backward()
+        state._root_post_backward_final_callback()
+
+
+def _no_second_half() -> Callable[[], None]:
+    return lambda: None
+
+
+class Pipeline:
+    """This rank's stages of a pipeline."""
+
+    def __init__(self, model_parts: tuple[Transformer, ...], *, spec: ModelSpec, mesh: DeviceMesh, layout: Layout,
+                 training: TrainingSpec, loss: Loss, accumulated: Accumulated | None, device: torch.device) -> None:
         self.device = device
-        self.is_first, self.is_last = model.is_first, model.is_last
+        self.holds_first, self.holds_last = model_parts[0].is_first, model_parts[-1].is_last
         tokens, hidden, logits = _boundary_shapes(spec, layout=layout, training=training)
         # Shapes are given, not inferred: inference would cost a round of object messages through all stages.
-        stage = PipelineStage(model, mesh.get_local_rank("pp"), axis_size(mesh, "pp"), device,
-                              input_args=tokens if model.is_first else hidden,
-                              output_args=logits if model.is_last else hidden, group=mesh.get_group("pp"))
+        stages = [Stage(part, index, layout.num_stages, device, input_args=tokens if part.is_first else hidden,
+                        output_args=logits if part.is_last else hidden, group=mesh.get_group("pp"),
+                        dw_builder=None if layout.recompute == "none" else _no_second_half,
+                        accumulated=accumulated, reduce_every_microbatch=layout.reduce_every_microbatch)
+                  for part, index in zip(model_parts, layout.stages(mesh.get_local_rank("pp")), strict=True)]
+        kind = SCHEDULES[layout.schedule]
         # scale_grads: the loss is already a share of the whole
-        self.schedule = Schedule1F1B(stage, layout.num_microbatches, loss_fn=loss, scale_grads=False)
+        self.schedule = kind(stages[0] if issubclass(kind, PipelineScheduleSingle) else stages,
+                             layout.num_microbatches, loss_fn=loss, scale_grads=False)
 
-    def forward_backward(self, inputs: Tensor | None, targets: Tensor | None) -> Tensor:
-        args = (inputs,) if self.is_first else ()
+    def forward_backward(self, inputs: Tensor | None, targets: Tensor | None, sequences: dict[str, Tensor]) -> Tensor:
+        args = (inputs,) if self.holds_first else ()
         losses: list[Tensor] = []
-        if self.is_last:
-            self.schedule.step(*args, target=targets, losses=losses, return_outputs=False)
+        if self.holds_last:
+            self.schedule.step(*args, target=targets, losses=losses, return_outputs=False, **sequences)
         else:
-            self.schedule.step(*args, return_outputs=False)
+            self.schedule.step(*args, return_outputs=False, **sequences)
         return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=self.device)
 
 
 def _boundary_shapes(spec: ModelSpec, *, layout: Layout, training: TrainingSpec) -> tuple[Tensor, Tensor, Tensor]:
     """Of one microbatch, on meta: token ids; what passes between stages; logits. The last two require grad,
     or torch would send no gradient back."""
-    tp = layout.dims.tp
+    tp, batch = layout.dims.tp, layout.microbatch_size
     dtype = getattr(torch, training.param_dtype)
-    seq = training.seq_len // tp if layout.sequence_parallel else training.seq_len
-    tokens = torch.empty(layout.microbatch_size, training.seq_len, dtype=torch.int64, device="meta")
-    hidden = torch.empty(layout.microbatch_size, seq, spec.dim, dtype=dtype, device="meta", requires_grad=True)
-    logits = torch.empty(layout.microbatch_size, training.seq_len, spec.vocab_size // tp, dtype=dtype, device="meta",
+    seq = training.seq_len // layout.dims.cp
+    tokens = torch.empty(batch, seq, dtype=torch.int64, device="meta")
+    hidden = torch.empty(batch, seq // tp if layout.sequence_parallel else seq, spec.dim, dtype=dtype, device="meta",
                          requires_grad=True)
+    logits = torch.empty(batch, seq, spec.vocab_size // tp, dtype=dtype, device="meta", requires_grad=True)
     return tokens, hidden, logits
 
 
-def sum_tied_gradients(model: Transformer, *, mesh: DeviceMesh) -> None:
+def sum_tied_gradients(embeddings: list[nn.Parameter], *, mesh: DeviceMesh, is_first: bool) -> None:
     """Tied embeddings live on the first and the last stage: both add the other's gradient to their own.
 
-    Each rank talks to the one of its own dp and tp coordinate, whose shard is the same. Two addends
-    commute exactly, so both copies stay equal bit for bit, step after step.
+    `embeddings`: what the optimizer updates here, of one end or (in a V) of both. Each rank talks to the one of its
+    own coordinate on all other axes, whose shard is the same. Two addends commute exactly, so both copies stay equal
+    bit for bit, step after step.
     """
-    if not (model.is_first or model.is_last):
+    grads = [local_of(p.grad) for p in embeddings]
+    if len(grads) == 2:
+        grads[0] += grads[1]
+        grads[1].copy_(grads[0])
         return
-    group, last = mesh.get_group("pp"), axis_size(mesh, "pp") - 1
-    grad = local_of(model.embedding.weight.grad)
-    other = torch.empty_like(grad)
-    peer = last if model.is_first else 0
-    ops = [dist.P2POp(dist.isend, grad, group=group, group_peer=peer),
+    group = mesh.get_group("pp")
+    other = torch.empty_like(grads[0])
+    peer = group.size() - 1 if is_first else 0
+    ops = [dist.P2POp(dist.isend, grads[0], group=group, group_peer=peer),
            dist.P2POp(dist.irecv, other, group=group, group_peer=peer)]
     for work in dist.batch_isend_irecv(ops):
         work.wait()
-    grad += other
+    grads[0] += other

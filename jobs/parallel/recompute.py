@@ -16,6 +16,7 @@ from jobs.spec.parallel import Recompute
 KEPT = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
+    torch.ops.aten._grouped_mm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
@@ -31,7 +32,7 @@ def apply_recompute(model: Transformer, *, recompute: Recompute) -> None:
     """Wrap every layer's forward in place; `none` leaves the model as it is."""
     if recompute == "none":
         return
-    options = {"use_reentrant": False, "preserve_rng_state": False}  # the model draws no random number
+    options = {"use_reentrant": False, "preserve_rng_state": False}  # dropout's numbers come from keys
     if recompute == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
     for layer in model.layers.values():

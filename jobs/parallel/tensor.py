@@ -5,19 +5,32 @@ Called by jobs.parallel on a model built on the meta device. Parameters become D
 clipping and checkpoints need their global shape; the forward runs on local shards, because DTensor
 dispatch costs more than the arithmetic of a small layer (2.1–2.4× the step time on CPU).
 
-Collectives over tp, per microbatch; A = microbatch_size·seq_len·dim·bytes(param_dtype):
+Collectives over tp, per microbatch; A = microbatch_size·seq_len·dim·bytes(param_dtype); a latent attention (MLA)
+gathers its latents instead of A: for L in q_lora_rank (or A, if queries are not compressed), kv_lora_rank and
+qk_rope_head_dim, A_L = A·L/dim:
 
     when                               sequence_parallel        without
     forward, each attention and ffn    all_gather A (in)        all_reduce A (out)
                                        reduce_scatter A (out)
     backward, each attention and ffn   all_gather A             all_reduce A (in)
                                        reduce_scatter A
+    forward, each MLA                  all_gather each A_L      all_reduce A (out)
+                                       reduce_scatter A (out)
+    backward, each MLA                 all_gather A             all_reduce each A_L
+                                       reduce_scatter each A_L
+    shared experts                     as an ffn                –
     embedding, forward / backward      reduce_scatter A / all_gather A     all_reduce A / –
     output, forward / backward         all_gather A / reduce_scatter A     – / all_reduce A
     loss, forward                      all_reduce 4·tokens (max), 8·tokens (sum, target)   the same
-    once per step                      all_reduce of all norm gradients, 4·(2·layers+1)·dim/dp_shard   –
+    once per step                      all_reduce of the replicated weights' gradients, 4·numel/fsdp: norms, biases
+                                       behind attention and ffn, learned positions, routers, MLA's way down to its
+                                       latents; without sequence parallelism: qk_norm alone
     recompute=full                     the forward's collectives of each layer once more
+
+Routed experts are not split over tp: each tp rank dispatches its own tokens (jobs.parallel.expert).
 """
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -26,100 +39,30 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from jobs.loss import IGNORED
-from jobs.model.transformer import TokenEmbedding, Transformer
+from jobs.mesh import local_of
+from jobs.model.latent import LatentAttention
+from jobs.model.layers import FeedForward, Norm
+from jobs.model.moe import MoE, Router
+from jobs.model.transformer import PositionEmbedding, Transformer
+from jobs.parallel.boundary import Boundary
+from jobs.parallel.vocab import VocabParallelEmbedding
+from jobs.spec.model import ModelSpec
 
 
-# ------------------------------------------------------------------ f, g and their sequence-parallel forms
-# Sequence parallel: each rank keeps 1/tp of the *flattened* tokens, [batch·seq/tp, dim], carried as
-# [batch, seq/tp, dim]. Norms and residuals do not care which tokens they hold, and the flat order makes
-# gathering along the tokens a plain concatenation along dimension 0: no transposed copy on either side.
-def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[batch, seq/tp, dim] → [batch, seq, dim]"""
-    out = x.new_empty(x.shape[0], x.shape[1] * group.size(), *x.shape[2:])
-    dist.all_gather_single(out.view(-1), x.contiguous().view(-1), group=group)
-    return out
-
-
-def _scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[batch, seq, dim] of every rank → this rank's [batch, seq/tp, dim] of their sum"""
-    out = x.new_empty(x.shape[0], x.shape[1] // group.size(), *x.shape[2:])
-    dist.reduce_scatter_single(out.view(-1), x.contiguous().view(-1), group=group)
-    return out
-
-
-class _Copy(torch.autograd.Function):
-    """f: identity forward, all-reduce backward."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        # in place: the gradient comes from the projections' backward, nobody else holds it
-        grad = grad.contiguous()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-class _Reduce(torch.autograd.Function):
-    """g: all-reduce forward, identity backward."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.mark_dirty(x)
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return _gather(x, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _scatter_sum(grad, ctx.group), None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return _scatter_sum(x, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _gather(grad, ctx.group), None
-
-
-class Boundary:
-    """Where activations enter and leave the region in which each rank computes its own slice."""
-
-    def __init__(self, group: dist.ProcessGroup, *, sequence_parallel: bool) -> None:
-        self.group = group
-        self.sequence_parallel = sequence_parallel
-
-    def enter(self, x: Tensor) -> Tensor:
-        """→ all tokens, [batch, seq, dim], on every rank."""
-        return _Gather.apply(x, self.group) if self.sequence_parallel else _Copy.apply(x, self.group)
-
-    def leave(self, x: Tensor) -> Tensor:
-        """Partial sums [batch, seq, dim] → their sum; this rank's tokens of it under sequence parallelism."""
-        if self.sequence_parallel:
-            return _ReduceScatter.apply(x, self.group)
-        return _Reduce.apply(x.contiguous(), self.group)
-
-    def entering(self, module: nn.Module, args: tuple) -> tuple:
-        """A forward pre-hook."""
-        return (self.enter(args[0]), *args[1:])
+def tensor_parallel_problems(spec: ModelSpec, *, tp: int, sequence_parallel: bool) -> list[str]:
+    """Why the model cannot be split over tp ranks; empty if it can."""
+    sizes = {"num_heads": spec.num_heads, "vocab_size": spec.vocab_size}
+    if spec.mla is None:
+        sizes["num_kv_heads"] = spec.num_kv_heads
+    if not all(spec.is_moe(layer) for layer in range(spec.num_layers)):
+        sizes["ffn_dim"] = spec.ffn_dim
+    if spec.moe is not None and spec.moe.num_shared_experts:
+        sizes["moe.num_shared_experts·ffn_dim"] = spec.moe.num_shared_experts * spec.moe.ffn_dim
+    problems = [f"parallel.tp: {tp} does not divide model.{name}={size}" for name, size in sizes.items() if size % tp]
+    if spec.moe is not None and tp > 1 and not sequence_parallel:
+        problems.append(f"parallel.sequence_parallel: false with tp={tp}, but a mixture of experts needs each tp rank "
+                        "to have tokens of its own; set it to true")
+    return problems
 
 
 # ------------------------------------------------------------------ modules on local shards
@@ -127,122 +70,156 @@ class LocalLinear(nn.Linear):
     """Linear layer of a DTensor weight, computed on the local shard."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to_local())
+        return F.linear(x, self.weight.to_local(), None if self.bias is None else self.bias.to_local())
 
 
-class RowParallelLinear(LocalLinear):
-    """Weight split by input features: partial sums, added up where they leave."""
+class RowParallelLinear(nn.Linear):
+    """Weight split by input features: partial sums, added up where they leave; the bias is added once, behind."""
 
     boundary: Boundary
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.boundary.leave(super().forward(x))
+        out = self.boundary.leave(F.linear(x, self.weight.to_local()))
+        return out if self.bias is None else out + self.bias.to_local()
 
 
-class LocalRMSNorm(nn.RMSNorm):
+class LocalNorm(Norm):
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.normalized_shape, self.weight.to_local(), self.eps)
+        return self.normalize(x, self.weight.to_local(), None if self.bias is None else self.bias.to_local())
 
 
-class VocabParallelEmbedding(TokenEmbedding):
-    """Rows of the vocabulary split over tp; other ranks' tokens look up zero."""
-
-    boundary: Boundary
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        weight = self.weight.to_local()
-        rows = tokens - self.boundary.group.rank() * weight.shape[0]
-        elsewhere = (rows < 0) | (rows >= weight.shape[0])
-        out = F.embedding(rows.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere[..., None], 0.0)
-        return self.boundary.leave(out)
-
-    def unembed(self, x: Tensor) -> Tensor:
-        """→ this rank's logits [batch, seq, vocab/tp]"""
-        return F.linear(self.boundary.enter(x), self.weight.to_local())
+class LocalPositions(PositionEmbedding):
+    def forward(self, positions: Tensor) -> Tensor:
+        return F.embedding(positions, self.weight.to_local())
 
 
+class LocalRouter(Router):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.route(x, self.weight.to_local())
+
+
+# ------------------------------------------------------------------ splitting a model
 def apply_tensor_parallel(model: Transformer, *, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-    """Split `model` (on meta) over the 1-D mesh `tp`, in place; tp divides heads, kv heads, ffn_dim and
-    vocab_size (jobs.parallel has checked)."""
-    boundary = Boundary(mesh.get_group(), sequence_parallel=sequence_parallel)
+    """Split `model` (on meta) over the 1-D mesh `tp`, in place; see tensor_parallel_problems for what must divide."""
+    split = _Split(mesh, sequence_parallel=sequence_parallel)
     for layer in model.layers.values():
-        attention, ffn = layer.attention, layer.ffn
-        for parent, names in ((attention, ("wq", "wk", "wv")), (ffn, ("gate", "up"))):
-            parent.register_forward_pre_hook(boundary.entering)
-            for name in names:
-                _shard(parent, name, kind=LocalLinear, mesh=mesh, placement=Shard(0))
-        for parent, name in ((attention, "wo"), (ffn, "down")):
-            _shard(parent, name, kind=RowParallelLinear, mesh=mesh, placement=Shard(1)).boundary = boundary
-        for name in ("attention_norm", "ffn_norm"):
-            _shard(layer, name, kind=LocalRMSNorm, mesh=mesh, placement=Replicate())
+        if isinstance(layer.attention, LatentAttention):
+            split.latent_attention(layer.attention)
+        else:
+            split.attention(layer.attention)
+        if isinstance(layer.ffn, MoE):
+            split.replicated(layer.ffn, "router", kind=LocalRouter)
+        ffn = layer.ffn.shared if isinstance(layer.ffn, MoE) else layer.ffn
+        if ffn is not None:
+            split.feed_forward(ffn)
+        for name in ("attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm"):
+            split.replicated(layer, name, kind=LocalNorm)
+    split.replicated(model, "position_embedding", kind=LocalPositions)
+    split.replicated(model, "norm", kind=LocalNorm)
     if model.embedding is not None:
-        embedding = _shard(model, "embedding", kind=VocabParallelEmbedding, mesh=mesh, placement=Shard(0))
-        embedding.boundary = boundary
-    if model.norm is not None:
-        _shard(model, "norm", kind=LocalRMSNorm, mesh=mesh, placement=Replicate())
+        split.module(model, "embedding", kind=VocabParallelEmbedding, weight=Shard(0)).boundary = split.boundary
     if model.output is not None:
-        _shard(model, "output", kind=LocalLinear, mesh=mesh, placement=Shard(0))
-        model.output.register_forward_pre_hook(boundary.entering)
+        split.columns(model, "output")
+        model.output.register_forward_pre_hook(split.boundary.entering)
+    if sequence_parallel:
+        model.places.tokens = _own_tokens(model.places.tokens, group=mesh.get_group())
 
 
-def _shard(parent: nn.Module, name: str, *, kind: type, mesh: DeviceMesh, placement: Placement) -> nn.Module:
-    """Make parent.name compute on a local shard, and its weight a DTensor. The class is changed in place,
-    as fully_shard does: sizes, eps and hooks of the module stay what the model file made them."""
-    module = getattr(parent, name)
-    module.__class__ = kind
-    shape = list(module.weight.shape)
-    if placement.is_shard():
-        shape[placement.dim] //= mesh.size()
-    local = torch.empty(shape, dtype=module.weight.dtype, device="meta")
-    weight = DTensor.from_local(local, mesh, [placement], run_check=False)
-    module.weight = nn.Parameter(weight)
-    return module
+class _Split:
+    """How each kind of module is split over one tp group."""
+
+    def __init__(self, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+        self.mesh = mesh
+        self.sequence_parallel = sequence_parallel
+        self.boundary = Boundary(mesh.get_group(), sequence_parallel=sequence_parallel)
+
+    def attention(self, attention: nn.Module) -> None:
+        attention.register_forward_pre_hook(self.boundary.entering)
+        self.columns(attention, "wq", "wk", "wv")
+        self.rows(attention, "wo")
+        for name in ("q_norm", "k_norm"):  # of the rank's own heads
+            self.replicated(attention, name, kind=LocalNorm, partial=True)
+
+    def latent_attention(self, attention: LatentAttention) -> None:
+        # The way down works on the rank's own tokens; the latents, much smaller than x, are what is gathered.
+        for name in ("wq_a", "wkv_a"):
+            self.replicated(attention, name, kind=LocalLinear)
+        for name in ("q_norm", "kv_norm"):
+            self.replicated(attention, name, kind=LocalNorm)
+        self.columns(attention, "wq", "wkv_b")
+        for module in (attention.wq, attention.wkv_b, attention.shared_key):
+            module.register_forward_pre_hook(self.boundary.entering)
+        self.rows(attention, "wo")
+
+    def feed_forward(self, ffn: FeedForward) -> None:
+        ffn.register_forward_pre_hook(self.boundary.entering)
+        self.columns(ffn, "gate", "up")
+        self.rows(ffn, "down")
+
+    def columns(self, parent: nn.Module, *names: str) -> None:
+        for name in names:
+            self.module(parent, name, kind=LocalLinear, weight=Shard(0), bias=Shard(0))
+
+    def rows(self, parent: nn.Module, name: str) -> None:
+        module = self.module(parent, name, kind=RowParallelLinear, weight=Shard(1), bias=Replicate())
+        module.boundary = self.boundary
+        if self.sequence_parallel and module.bias is not None:
+            module.partial_gradients = ("bias",)
+
+    def replicated(self, parent: nn.Module, name: str, *, kind: type, partial: bool = False) -> None:
+        """`partial`: each rank's gradient is an addend even without sequence parallelism."""
+        module = self.module(parent, name, kind=kind, weight=Replicate(), bias=Replicate())
+        if module is not None and (partial or self.sequence_parallel):
+            module.partial_gradients = tuple(name for name, _ in module.named_parameters(recurse=False))
+
+    def module(self, parent: nn.Module, name: str, *, kind: type, weight: Placement,
+               bias: Placement | None = None) -> nn.Module | None:
+        """Make parent.name compute on local shards, and its parameters DTensors. The class is changed in place, as
+        fully_shard does: sizes, eps and hooks of the module stay what the model file made them."""
+        module = getattr(parent, name)
+        if module is None:
+            return None
+        module.__class__ = kind
+        module.weight = self._distributed(module.weight, weight)
+        # a router's bias is a buffer: state, not a parameter
+        if isinstance(getattr(module, "bias", None), nn.Parameter):
+            module.bias = self._distributed(module.bias, bias)
+        return module
+
+    def _distributed(self, parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
+        shape = list(parameter.shape)
+        if placement.is_shard():
+            shape[placement.dim] //= self.mesh.size()
+        local = torch.empty(shape, dtype=parameter.dtype, device="meta")
+        return nn.Parameter(DTensor.from_local(local, self.mesh, [placement], run_check=False))
 
 
-# ------------------------------------------------------------------ loss
-class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Summed cross-entropy of logits that are split along the vocabulary; no rank holds all of them."""
-
-    @staticmethod
-    def forward(ctx, logits, targets, group):
-        logits = logits.float()  # [tokens, vocab/tp]
-        top = logits.amax(dim=-1)
-        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-        logits = logits - top[:, None]
-        column = targets - group.rank() * logits.shape[-1]
-        here = (column >= 0) & (column < logits.shape[-1])
-        column = column.masked_fill(~here, 0)
-        target_logit = logits.gather(-1, column[:, None])[:, 0].masked_fill(~here, 0.0)
-        probabilities = logits.exp_()
-        sums = torch.stack((probabilities.sum(dim=-1), target_logit))
-        dist.all_reduce(sums, group=group)
-        counted = targets != IGNORED
-        ctx.save_for_backward(probabilities.div_(sums[0][:, None]), column, here, counted)
-        return ((sums[0].log() - sums[1]) * counted).sum()
-
-    @staticmethod
-    def backward(ctx, grad):
-        probabilities, column, here, counted = ctx.saved_tensors
-        out = probabilities.clone()  # [tokens, vocab/tp]: softmax − one-hot
-        out.scatter_add_(-1, column[:, None], -here.to(out.dtype)[:, None])
-        return out.mul_((grad * counted)[:, None]), None, None
+Where = Callable[[int, int, torch.device], tuple[Tensor, Tensor]]  # Places.tokens
 
 
-def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, *, group: dist.ProcessGroup,
-                                 global_tokens: int) -> Tensor:
-    """jobs.loss.cross_entropy for this rank's logits [batch, seq, vocab/tp]; the same value on every tp rank."""
-    loss = _VocabParallelCrossEntropy.apply(logits.flatten(0, 1), targets.flatten(), group)
-    return loss / global_tokens
+def _own_tokens(whole: Where, *, group: dist.ProcessGroup) -> Where:
+    """Places.tokens under sequence parallelism: the rank's share of the flattened tokens."""
+
+    def tokens(batch: int, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        rows, positions = whole(batch, seq_len * group.size(), device)
+        return tuple(t.reshape(group.size(), batch, seq_len)[group.rank()] for t in (rows, positions))
+
+    return tokens
 
 
 # ------------------------------------------------------------------ once per step
-def reduce_norm_gradients(model: Transformer, *, group: dist.ProcessGroup) -> None:
-    """Under sequence parallelism each rank's norm gradients cover its own tokens only: add them up.
+def partial_parameters(model: nn.Module) -> list[str]:
+    """Names of replicated parameters whose gradient on each tp rank is one addend of the whole."""
+    return [f"{path}.{name}" for path, module in model.named_modules()
+            for name in getattr(module, "partial_gradients", ())]
 
-    One all-reduce for all norms of the model, after FSDP has reduced over dp: with a small message per
-    norm the latency of 2·layers+1 all-reduces would be paid instead.
-    """
-    grads = [p.grad.to_local() for p in model.parameters() if p.grad is not None and p.ndim == 1]
+
+def reduce_partial_gradients(parameters: list[nn.Parameter], *, group: dist.ProcessGroup) -> None:
+    """Add up the addends, after data parallelism has reduced: one all-reduce for all of them, because with a small
+    message per norm the latency of 2·layers+1 all-reduces would be paid instead."""
+    grads = [local_of(p.grad) for p in parameters]
+    if not grads:
+        return
     flat = torch.cat([g.flatten() for g in grads])
     dist.all_reduce(flat, group=group)
     for grad, total in zip(grads, flat.split([g.numel() for g in grads])):

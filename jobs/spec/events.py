@@ -155,7 +155,7 @@ class RunStarted:
     job_id: str
     term: int
     host: str
-    wandb_id: str
+    wandb_id: str | None  # None: wandb.mode is disabled
     max_restarts: int
 
 

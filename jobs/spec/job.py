@@ -7,7 +7,7 @@ from jobs.spec.parallel import Layout
 from jobs.spec.training import CheckpointSpec, DataSpec, TrainingSpec
 
 Device = Literal["cpu", "cuda"]
-FaultKind = Literal["sigkill", "exception", "exit", "agent_kill"]
+FaultKind = Literal["sigkill", "exception", "exit", "agent_kill", "nan"]
 
 # Variables of the agent's own environment that ranks must not see: Lightning, Accelerate and others
 # would believe that Slurm or submitit started them.

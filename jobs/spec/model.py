@@ -1,7 +1,4 @@
-"""The model's sizes, and the one place where its parameters and FLOPs are counted.
-
-Planner and trainer both use these counts, so a predicted and a measured MFU mean the same thing.
-"""
+"""The model's sizes and options: what a decoder is. Read by everyone; counted in jobs.spec.counts."""
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +15,8 @@ class MoeSpec:
     num_shared_experts: int = 0  # always active; one block of num_shared_experts · ffn_dim
     first_layer: int = 0  # layers before it are dense
     score: Literal["softmax", "sigmoid"] = "softmax"
+    num_groups: int = 1  # of consecutive experts; a token chooses from the top_groups of them (DeepSeek-V3)
+    top_groups: int = 1
     normalize_weights: bool = True  # the top_k weights sum to one
     scale: float = 1.0  # on the routed experts' output
     balance: Literal["loss", "bias", "none"] = "loss"  # auxiliary loss, or a bias on the selection (aux-loss-free)
@@ -80,47 +79,3 @@ class ModelSpec:
         """Tokens that layer looks back; None: all."""
         is_global = self.sliding_window is None or (layer + 1) % self.global_every == 0
         return None if is_global else self.sliding_window
-
-
-def attention_params(model: ModelSpec) -> int:
-    """Weights of one attention block: q, k, v, o."""
-    q = model.num_heads * model.head_size
-    kv = model.num_kv_heads * model.head_size
-    return model.dim * (2 * q + 2 * kv)
-
-
-def ffn_params(model: ModelSpec) -> int:
-    """Weights of one SwiGLU block: gate, up, down."""
-    return 3 * model.dim * model.ffn_dim
-
-
-def layer_params(model: ModelSpec) -> int:
-    """One decoder layer, its two norms included."""
-    return attention_params(model) + ffn_params(model) + 2 * model.dim
-
-
-def embedding_params(model: ModelSpec) -> int:
-    return model.vocab_size * model.dim
-
-
-def num_params(model: ModelSpec) -> int:
-    """All parameters; a tied output projection is counted once."""
-    ends = embedding_params(model) * (1 if model.tie_embeddings else 2) + model.dim
-    return model.num_layers * layer_params(model) + ends
-
-
-def matmul_params(model: ModelSpec) -> int:
-    """N of the 6N rule: weights every token is multiplied with (the input embedding is a look-up, and
-    norms are not matmuls; the output projection counts whether or not it is tied)."""
-    return model.num_layers * (attention_params(model) + ffn_params(model)) + embedding_params(model)
-
-
-def attention_flops_per_token(model: ModelSpec, *, seq_len: int, convention: AttentionConvention) -> float:
-    """QKᵀ and AV, forward and backward: 12·L·H·Q·T with full attention (PaLM, app. B), half if causal."""
-    full = 12 * model.num_layers * model.num_heads * model.head_size * seq_len
-    return full if convention == "full" else full / 2
-
-
-def model_flops_per_token(model: ModelSpec, *, seq_len: int, convention: AttentionConvention) -> float:
-    """Forward + backward FLOPs per token without recomputation: 6N + attention."""
-    return 6 * matmul_params(model) + attention_flops_per_token(model, seq_len=seq_len, convention=convention)

@@ -14,6 +14,15 @@ MESH_ORDER = ("dp_replicate", "pp", "dp_shard", "cp", "tp")
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
 ZeroStage = Literal[1, 2, 3]
 Recompute = Literal["none", "selective", "full"]
+CpMethod = Literal["ring", "allgather"]
+
+# Stages that a rank may hold under each schedule, least and most. In a V, rank r holds stages r and 2·pp−1−r, so that
+# the first and the last stage lie on the same rank; the others deal stages out in rounds.
+V_SCHEDULES = ("zbv", "dualpipev")
+VIRTUAL_STAGES = {"gpipe": (1, 1), "1f1b": (1, 1), "interleaved_1f1b": (2, None), "interleaved_zero_bubble": (2, None),
+                  "zbv": (2, 2), "dualpipev": (2, 2)}
+# Split backward in two: gradients of inputs at once, those of weights when there is nothing better to do.
+ZERO_BUBBLE_SCHEDULES = ("interleaved_zero_bubble", "zbv", "dualpipev")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +91,26 @@ class Layout:
     # to the last backward; 3 parameters too, gathered unit by unit and dropped after each use.
     zero_stage: ZeroStage = 3
     layers_per_unit: int = 1  # consecutive layers that FSDP gathers together
+    # zero_stage 2 and 3: reduce gradients after every microbatch instead of once per step, so that no whole
+    # float32 gradients are held in between.
+    reduce_every_microbatch: bool = False
+    cp_method: CpMethod = "ring"  # how keys and values reach all cp ranks
+
+    @property
+    def num_stages(self) -> int:
+        return self.dims.pp * self.virtual_stages
+
+    def stages(self, pp_rank: int) -> tuple[int, ...]:
+        """Pipeline stages that this pp coordinate holds, in the order of the model."""
+        pp = self.dims.pp
+        if self.schedule in V_SCHEDULES and pp > 1:
+            return pp_rank, 2 * pp - 1 - pp_rank
+        return tuple(range(pp_rank, self.num_stages, pp))
+
+    def layers(self, stage: int) -> range:
+        """Layers of the model that the stage computes."""
+        first = sum(self.layers_per_stage[:stage])
+        return range(first, first + self.layers_per_stage[stage])
 
     @property
     def reshard_after_forward(self) -> bool:
@@ -104,6 +133,8 @@ class Layout:
             "zero_stage": self.zero_stage,
             "virtual_stages": self.virtual_stages,
             "layers_per_unit": self.layers_per_unit,
+            "reduce_every_microbatch": self.reduce_every_microbatch,
+            "cp_method": self.cp_method,
             "layers_per_stage": list(self.layers_per_stage),
             "mesh_order": list(self.dims.order),
         }
@@ -111,6 +142,12 @@ class Layout:
     def __str__(self) -> str:
         degrees = [f"{axis}={getattr(self.dims, axis)}" for axis in AXES if getattr(self.dims, axis) > 1]
         return " ".join([*(degrees or ["single rank"]), f"mb={self.microbatch_size}×{self.num_microbatches}"])
+
+
+def cp_chunks(cp: int, cp_rank: int) -> tuple[int, int]:
+    """Which two of the 2·cp equal chunks of every sequence a cp rank holds: one from the head and one from the tail,
+    so that under a causal mask all ranks see equally many keys."""
+    return cp_rank, 2 * cp - 1 - cp_rank
 
 
 def split_layers(num_layers: int, pp: int) -> tuple[int, ...]:

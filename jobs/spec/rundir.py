@@ -21,6 +21,10 @@ class RunDir:
         return self.path / "plan.json"
 
     @property
+    def plan_page(self) -> Path:
+        return self.path / "plan.html"
+
+    @property
     def events(self) -> Path:
         return self.path / "events.jsonl"
 

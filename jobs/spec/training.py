@@ -20,9 +20,12 @@ class DataSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerSpec:
-    """AdamW with linear warm-up and cosine decay to min_lr_ratio·lr."""
+    """AdamW with linear warm-up, then a decay to min_lr_ratio·lr: a cosine over all steps, or (wsd: warm-up, stable,
+    decay) none until the last decay_fraction of the steps and a straight line from there."""
 
     lr: float = 3e-4
+    lr_schedule: Literal["cosine", "wsd"] = "cosine"
+    decay_fraction: float = 0.1  # of all steps; wsd only
     min_lr_ratio: float = 0.1
     warmup_steps: int = 0
     beta1: float = 0.9
@@ -38,8 +41,10 @@ class TrainingSpec:
     seq_len: int
     global_batch_size: int  # sequences per optimizer step, whatever the layout
     seed: int = 0
+    initial_weights: str | None = None  # folder of Hugging Face safetensors to start from; None: random, from the seed
     param_dtype: DType = "float32"  # forward and backward; master weights stay float32
     reduce_dtype: DType = "float32"  # gradient reduction
+    z_loss: float = 0.0  # weight of the mean of log²(Σ exp(logits)) in the loss (PaLM, arXiv:2204.02311, §5: 1e-4)
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
 
 

@@ -65,7 +65,7 @@ def write_report(summary: RunSummary, events: Sequence[Event], *, run_dir: RunDi
 
 def _headline(summary: RunSummary, events: Sequence[Event], *, run_dir: RunDir) -> RenderableType:
     lines = [Text.assemble((run_dir.path.name, "bold"), "  ", (summary.state, STATE_STYLE[summary.state]))]
-    if ended := _last(events, RunEnded):
+    if summary.state in ("completed", "failed", "stopped") and (ended := _last(events, RunEnded)):
         lines[0].append(f"  {ended.reason}")
     if summary.state == "unknown":
         lines.append(Text("the job is over or unknown, and its supervisor did not say how it ended", style="magenta"))
@@ -176,6 +176,8 @@ def _goodput(ledger: Goodput) -> RenderableType:
 
 
 def _wandb(summary: RunSummary, *, run_dir: RunDir) -> Text:
+    if summary.wandb.id is None and summary.state != "pending":
+        return Text.assemble(("W&B          ", "bold"), "off: wandb.mode is disabled")
     place = wandb_location(run_dir, run_id=summary.wandb.id)
     text = Text.assemble(("W&B          ", "bold"), f"run {place['id'] or 'not started'} in {place['dir']}")
     text.append(f"\n  open       {place['how_to_open']}")

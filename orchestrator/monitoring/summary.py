@@ -40,7 +40,7 @@ class AttemptSummary:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WandbLocation:
     id: str | None  # None: no supervisor has started yet
-    dir: str
+    dir: str | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +78,7 @@ def summarize(events: Sequence[Event], *, run_dir: RunDir, submissions: Sequence
         mfu=_median(s.mfu for s in productive),
         goodput=goodput(events, submissions=submissions,
                          now=now if state in ("pending", "running") else None),
-        wandb=WandbLocation(id=starts[-1].wandb_id if starts else None, dir=str(run_dir.wandb)),
+        wandb=WandbLocation(id=starts[-1].wandb_id if starts else None, dir=str(run_dir.wandb) if not starts or starts[-1].wandb_id else None),
     )
 
 

@@ -11,7 +11,10 @@ from jobs.spec.model import AttentionConvention
 from jobs.spec.parallel import AXES, Layout, ParallelDims
 
 GIB = 2**30
-Link = Literal["intra_node", "inter_node"]
+# Inside a node; NVLink that joins nodes; the network below one leaf switch; above it.
+Link = Literal["intra_node", "nvlink_domain", "inter_node", "spine"]
+Op = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
+Phase = Literal["forward", "backward", "step"]
 
 
 class PlanError(SpecError):
@@ -47,11 +50,12 @@ class StageMemory:
     gathered_bytes: int  # FSDP units unsharded at the same time
     activations_bytes: int
     logits_bytes: int
+    communication_bytes: int = 0  # buffers that collectives and messages need beside their tensors
 
     @property
     def total_bytes(self) -> int:
         return (self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes + self.gathered_bytes
-                + self.activations_bytes + self.logits_bytes)
+                + self.activations_bytes + self.logits_bytes + self.communication_bytes)
 
     @property
     def total_gib(self) -> float:
@@ -63,7 +67,7 @@ class Transfer:
     """One kind of collective of one rank: who, how much, how often, over which link, at what cost."""
 
     axis: str
-    op: Literal["all_reduce", "all_gather", "reduce_scatter", "send_recv"]
+    op: Op
     what: str
     ranks: int  # in the group
     payload_bytes: int  # of one operation: the full tensor, before it is divided among the ranks
@@ -71,13 +75,20 @@ class Transfer:
     link: Link
     seconds: float  # all `times` of a step
     exposed_s: float  # the part that compute cannot hide
+    phase: Phase = "step"  # forward and backward: with every microbatch; step: around the update
 
     @property
     def wire_bytes(self) -> float:
         """Bytes that one rank sends per step with ring algorithms."""
         share = (self.ranks - 1) / self.ranks
-        factor = {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "send_recv": 1.0}[self.op]
+        factor = {"all_reduce": 2 * share, "send_recv": 1.0}.get(self.op, share)
         return factor * self.payload_bytes * self.times
+
+    @property
+    def moved_bytes(self) -> float:
+        """Of the tensors that are communicated, however many ranks share the work: an all-gather or a reduce-scatter
+        is half of the all-reduce that they make together."""
+        return (0.5 if self.op in ("all_gather", "reduce_scatter") else 1.0) * self.payload_bytes * self.times
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +110,20 @@ class Prediction:
     memory_gib: float  # heaviest stage
     memory_stage: int
     memory_limit_gib: float  # of the GPU, less the headroom
+
+    @property
+    def serial_share(self) -> float:
+        """Amdahl's s: the part of a step that more ranks do not shorten, all that is not compute."""
+        return 1 - self.compute_s / self.step_time_s
+
+    @property
+    def speedup_ceiling(self) -> float:
+        """What Amdahl's law allows at most, however many ranks share the compute: 1/s."""
+        return 1 / self.serial_share if self.serial_share > 0 else float("inf")
+
+    def speedup(self, ranks: float) -> float:
+        """Amdahl: 1/(s + (1 − s)/N), of `ranks` times as many ranks at the same work."""
+        return 1 / (self.serial_share + (1 - self.serial_share) / ranks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,10 +153,12 @@ class Plan:
     predicted: Prediction
     memory: tuple[StageMemory, ...]  # one entry per stage
     communication: tuple[Transfer, ...]
-    candidates: int  # legal layouts that were priced
+    candidates: int  # legal layouts
     search_s: float
     rejected: tuple[Rejected, ...]  # fastest of the losers, then the fastest of those that do not fit
-    refused: tuple[Refusal, ...]  # illegal layouts, by rule
+    refused: tuple[Refusal, ...]  # illegal combinations, by rule
+    priced: int = 0  # of the candidates; the others were shown to be slower without a price
+    untrained: tuple[str, ...] = ()  # what of the layout and the model this version's trainer does not run
 
 
 def layout_from_flat(flat: dict[str, Any]) -> Layout:

@@ -16,7 +16,7 @@ TIME_PARTS = (("compute", "compute_s", "green"), ("exposed communication", "expo
               ("bubble", "bubble_s", "yellow"), ("optimizer", "optimizer_s", "cyan"))
 REFUSED_SHOWN = 4
 INDENT = " " * 9
-LINKS = {"intra_node": "in node", "inter_node": "network"}
+LINKS = {"intra_node": "in node", "nvlink_domain": "NVLink rack", "inter_node": "network", "spine": "spine"}
 
 
 def show_plan(plan: Plan, console: Console, *, brief: bool = False) -> None:

@@ -4,6 +4,7 @@ The supervisor runs detached in a session of its own and starts one agent per vi
 above and below is what runs on a cluster.
 """
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,6 +16,8 @@ import psutil
 from jobs.spec.rundir import RunDir
 from orchestrator.submission import JobState, SlurmRequest, SubmissionError, agent_argv
 
+CANCEL_S = 10.0  # for a supervisor to end its ranks
+
 
 class LocalExecutor:
     """Implements Executor. A job id is local-<pid>-<start time>: a pid alone may be used again."""
@@ -25,20 +28,31 @@ class LocalExecutor:
     def submit(self, request: SlurmRequest, run_dir: Path) -> str:
         log = RunDir(run_dir).supervisor_log
         log.parent.mkdir(parents=True, exist_ok=True)
+        # a signal that comes while Python starts must wait until the supervisor can answer it
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2))
         try:
             with log.open("ab") as out:
                 process = subprocess.Popen(_supervisor_argv(run_dir, request.num_nodes), stdin=subprocess.DEVNULL,
                                            stdout=out, stderr=out, start_new_session=True)
         except OSError as error:
             raise SubmissionError(f"the supervisor could not be started: {error}") from error
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return job_id_of(process.pid)
 
     def state(self, job_id: str) -> JobState:
-        return "ended" if _find(job_id) is None else "running"
+        if _find(job_id) is not None:
+            return "running"
+        # agents outlive their supervisor for a while: over is the job only with the last of them
+        return "unknown" if _session(job_id) else "ended"
 
     def cancel(self, job_id: str) -> None:
-        if (process := _find(job_id)) is not None:
-            process.send_signal(signal.SIGTERM)
+        supervisor = _find(job_id)
+        members = [supervisor] if supervisor is not None else _session(job_id)
+        for process in members:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.terminate()
+        psutil.wait_procs(members, timeout=CANCEL_S)
 
 
 class LocalLauncher:
@@ -78,6 +92,18 @@ def _find(job_id: str) -> psutil.Process | None:
         return process if alive else None
     except psutil.NoSuchProcess:
         return None
+
+
+def _session(job_id: str) -> list[psutil.Process]:
+    """What is left of a job whose supervisor is dead: its agents, which share its session."""
+    session, born = (int(part) for part in job_id.split("-")[1:])
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if (os.getsid(process.pid) == session and process.create_time() * 100 >= born
+                    and process.status() != psutil.STATUS_ZOMBIE):
+                found.append(process)
+    return found
 
 
 def _supervisor_argv(run_dir: Path, num_nodes: int) -> list[str]:

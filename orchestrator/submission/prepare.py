@@ -2,6 +2,8 @@
 
 Called by the CLI. Either the directory is complete or it is not there.
 """
+import contextlib
+import fcntl
 import json
 import os
 import secrets
@@ -9,18 +11,24 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TextIO
 
 from jobs.spec.load import Problem, SpecError, to_dict
 from jobs.spec.rundir import RunDir
 from orchestrator.config import RunConfig, to_yaml
+from orchestrator.planner.page import write_page
 from orchestrator.planner.plan import Plan, plan_json
 from orchestrator.submission import Executor
 from orchestrator.submission.assemble import assemble_request
+from orchestrator.submission.script import leaked_secrets
 
 
 def prepare(config: RunConfig, plan: Plan | None) -> RunDir:
     """Make the run directory. Raises SpecError if the name is taken or the data cannot be used."""
     run_dir = RunDir(config.run_dir)
+    new_parents = [parent for parent in run_dir.path.parents if not parent.exists()]
     try:
         run_dir.path.mkdir(parents=True)
     except FileExistsError:
@@ -33,23 +41,48 @@ def prepare(config: RunConfig, plan: Plan | None) -> RunDir:
     try:
         _fill(run_dir, config, plan)
     except BaseException:
-        shutil.rmtree(run_dir.path)
+        discard(run_dir, new_parents)
         raise
     return run_dir
 
 
-def submit(config: RunConfig, run_dir: RunDir, executor: Executor) -> str:
+def discard(run_dir: RunDir, parents: Sequence[Path] = ()) -> None:
+    """Take back what prepare() made, and those of `parents` that are empty then."""
+    shutil.rmtree(run_dir.path)
+    for parent in parents:
+        try:
+            parent.rmdir()
+        except OSError:
+            return  # somebody else's run is in it
+
+
+@contextlib.contextmanager
+def exclusive(run_dir: RunDir) -> Iterator[TextIO]:
+    """The run's list of submissions, for one submitter at a time: two of them would start two supervisors."""
+    with run_dir.submissions.open("a+") as lines:
+        fcntl.flock(lines, fcntl.LOCK_EX)
+        lines.seek(0)
+        text = lines.read()
+        lines.truncate(len(text[:text.rfind("\n") + 1].encode()))  # a line torn by a full disk or a dead submitter
+        yield lines
+
+
+def submit(config: RunConfig, run_dir: RunDir, executor: Executor, submissions: TextIO) -> str:
     """Hand the run to the executor and record the submission; returns the job id. Raises SubmissionError."""
     request = assemble_request(config)
     submitted = time.time()
     job_id = executor.submit(request, run_dir.path)
-    with run_dir.submissions.open("a") as out:
-        out.write(json.dumps({"t": submitted, "job_id": job_id, "request": to_dict(request)}) + "\n")
+    submissions.write(json.dumps({"t": submitted, "job_id": job_id, "request": to_dict(request)}) + "\n")
     return job_id
 
 
 def _fill(run_dir: RunDir, config: RunConfig, plan: Plan | None) -> None:
-    run_dir.config.write_text(to_yaml(config))
+    text = to_yaml(config)
+    if names := leaked_secrets(text, os.environ):
+        raise SpecError([Problem(
+            where="config", value=None, message=f"holds the value of {', '.join(names)}, and others may read the run's "
+            "files; name the variable instead and escape it, \\${NAME}: ranks inherit the environment")])
+    run_dir.config.write_text(text)
     (run_dir.path / "logs").mkdir()
     run_dir.checkpoints.mkdir()
     descriptor = os.open(run_dir.secret, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -57,6 +90,7 @@ def _fill(run_dir: RunDir, config: RunConfig, plan: Plan | None) -> None:
         out.write(secrets.token_hex(32) + "\n")
     if plan is not None:
         run_dir.plan.write_text(json.dumps(plan_json(plan), indent=1) + "\n")
+        write_page(run_dir.plan_page, plan, config, searching=False)
     if config.data is not None:
         _make_tokens(run_dir, config)
 

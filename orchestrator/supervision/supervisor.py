@@ -26,7 +26,7 @@ from jobs.spec.job import JobSpec
 from jobs.spec.load import to_dict
 from jobs.spec.parallel import Layout
 from jobs.spec.rundir import RunDir
-from orchestrator.load import load
+from orchestrator.load import read_stored
 from orchestrator.placement import Placement, place, place_command
 from orchestrator.planner import layout_from_flat
 from orchestrator.submission import Launcher
@@ -41,6 +41,7 @@ from orchestrator.supervision.observe import Health, observe
 
 ORPHAN_S = 120.0  # agents without a supervisor end themselves; longer than any reconnect, shorter than a waste
 CLOCK_S = 30.0  # between questions for the job's end
+WANDB_RESTARTS = 3  # of its reader; a W&B that cannot be fed is not tried for ever
 WANDB_FINISH_S = 60.0  # for the reader to send its last lines after the run's end
 EXIT_CODES = {"completed": 0, "failed": 1, "stopped": 3}
 
@@ -59,7 +60,7 @@ class Supervisor:
     def __init__(self, run_dir: Path, launcher: Launcher) -> None:
         self.run_dir = RunDir(run_dir)
         self.launcher = launcher
-        self.config = load(self.run_dir.config)
+        self.config = read_stored(self.run_dir.config)
         self.policy = self.config.policy
         self.layout = None if self.config.command else _read_layout(self.run_dir)
         self.journal = Journal(self.run_dir.events)
@@ -73,6 +74,7 @@ class Supervisor:
         self.health: Health | None = None  # of the attempt that is being watched
         self.commits: Commits | None = None
         self.stop: Stop | None = None
+        self.wandb: subprocess.Popen | None = None
 
     # -------------------------------------------------------------- the run
     async def run(self) -> int:
@@ -80,8 +82,8 @@ class Supervisor:
         self._handle_signals()
         self.crew.port = await self.channel.listen()
         self._announce()
-        wandb = self._start_wandb()
-        clock = asyncio.create_task(self._watch_the_clock())
+        self.wandb = self._start_wandb()
+        clock = asyncio.create_task(self._watch_surroundings())
         try:
             state, reason = await self._attempts()
         except Exception as error:  # a defect here, or a full disk: the run must still end, and say why
@@ -94,7 +96,7 @@ class Supervisor:
         await asyncio.to_thread(self._tidy, remove_unfinished, self.run_dir)
         self.journal.write(RunEnded(t=time.time(), state=state, reason=reason, final_step=self.journal.last_step))
         self.journal.close()  # from now on a resume may write
-        await asyncio.to_thread(_wait_for_wandb, wandb)
+        await asyncio.to_thread(_wait_for_wandb, self.wandb)
         return EXIT_CODES[state]
 
     async def _attempts(self) -> tuple[str, str]:
@@ -266,13 +268,18 @@ class Supervisor:
     def _ask_to_stop(self, kind: DiagnosisKind, summary: str) -> None:
         self.stop = self.stop or Stop(kind, summary)
 
-    async def _watch_the_clock(self) -> None:
-        """Slurm's warning signal reaches the first host of a job only, and never twice: ask as well."""
-        lead = self.config.cluster.slurm.signal_lead_s
+    async def _watch_surroundings(self) -> None:
+        """What nobody reports. Slurm's warning signal reaches the first host of a job only, and never twice, so
+        ask for the end as well; and a W&B reader that was killed goes on where it was."""
+        lead, wandb_restarts = self.config.cluster.slurm.signal_lead_s, 0
         while True:
             end = await self.launcher.end_time()
             if end is not None and end - time.time() < lead:
                 self._ask_to_stop("time_limit", f"the job ends in less than {lead} s")
+            if self.wandb is not None and self.wandb.poll() not in (None, 0) and wandb_restarts < WANDB_RESTARTS:
+                wandb_restarts += 1
+                say(f"the W&B reader ended with code {self.wandb.returncode}, see logs/wandb.log; started again")
+                self.wandb = self._start_wandb()
             await asyncio.sleep(CLOCK_S)
 
     def _announce(self) -> None:
@@ -282,7 +289,8 @@ class Supervisor:
             "job_id": self.launcher.job_id, "term": self.term})
         self.journal.write(RunStarted(
             t=time.time(), run=self.config.run, job_id=self.launcher.job_id, term=self.term, host=host,
-            wandb_id=self.journal.wandb_id or secrets.token_hex(4), max_restarts=self.policy.max_restarts))
+            wandb_id=None if self.config.wandb.mode == "disabled" else self.journal.wandb_id or secrets.token_hex(4),
+            max_restarts=self.policy.max_restarts))
 
     def _start_wandb(self) -> subprocess.Popen | None:
         if self.config.wandb.mode == "disabled":

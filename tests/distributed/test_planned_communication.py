@@ -34,6 +34,34 @@ CASES = {
     "pp2 × dp_shard2, microbatches of one": (dict(pp=2, dp_shard=2, microbatch_size=1), False),
     "dp_replicate2 × dp_shard2": (dict(dp_replicate=2, dp_shard=2), False),
     "tp2 × dp_shard2": (dict(tp=2, dp_shard=2), False),
+    "ZeRO-1": (dict(dp_shard=2, zero_stage=1), False),
+    "cp2": (dict(cp=2), False),
+    "cp2, gathered keys": (dict(cp=2, cp_method="allgather"), False),
+    "zbv, tied": (dict(pp=2, schedule="zbv", virtual_stages=2), True),
+}
+SLOW = {
+    "ZeRO-1 × dp_replicate2": (dict(dp_shard=2, dp_replicate=2, zero_stage=1), False),
+    "ZeRO-1 × tp2": (dict(dp_shard=2, tp=2, zero_stage=1), False),
+    "units of two layers": (dict(dp_shard=2, layers_per_unit=2), False),
+    "one unit of all layers, ZeRO-2": (dict(dp_shard=2, zero_stage=2, layers_per_unit=4), False),
+    "replicas, units of two layers": (dict(dp_replicate=2, layers_per_unit=2), False),
+    "ZeRO-3, reduced every microbatch": (dict(dp_shard=2, reduce_every_microbatch=True), False),
+    "ZeRO-2, reduced every microbatch": (dict(dp_shard=2, zero_stage=2, reduce_every_microbatch=True), False),
+    "ZeRO-3 × pp2, reduced every microbatch": (dict(dp_shard=2, pp=2, reduce_every_microbatch=True), False),
+    "cp4": (dict(cp=4), False),
+    "cp2, recompute full": (dict(cp=2, recompute="full"), False),
+    "cp2, gathered keys, recompute selective": (dict(cp=2, cp_method="allgather", recompute="selective"), False),
+    "cp2 × tp2": (dict(cp=2, tp=2), False),
+    "cp2 × dp_shard2": (dict(cp=2, dp_shard=2), False),
+    "cp2 × pp2": (dict(cp=2, pp=2), False),
+    "gpipe × dp_shard2": (dict(pp=2, dp_shard=2, schedule="gpipe"), False),
+    "interleaved × dp_shard2": (dict(pp=2, dp_shard=2, schedule="interleaved_1f1b", virtual_stages=2), False),
+    "interleaved, tied": (dict(pp=2, schedule="interleaved_1f1b", virtual_stages=2), True),
+    "zero bubble × ZeRO-2": (dict(pp=2, dp_shard=2, zero_stage=2, schedule="interleaved_zero_bubble",
+                                  virtual_stages=2), False),
+    "zbv × ZeRO-1": (dict(pp=2, dp_shard=2, zero_stage=1, schedule="zbv", virtual_stages=2), False),
+    "dualpipev × ZeRO-2": (dict(pp=2, dp_shard=2, zero_stage=2, microbatch_size=1, schedule="dualpipev",
+                                virtual_stages=2), False),
 }
 
 
@@ -60,22 +88,34 @@ def communicate(where, model) -> dict[tuple[str, int], int]:
     mesh = build_mesh(where.dims, device=device)
     parallel = parallelize(model, mesh=mesh, layout=where, training=TRAINING, device=device)
     rows = where.microbatch_size * where.num_microbatches
-    tokens = torch.zeros(rows, TRAINING.seq_len, dtype=torch.int64)
+    tokens = torch.zeros(rows, TRAINING.seq_len // where.dims.cp, dtype=torch.int64)
     parallel.forward_backward(tokens, tokens)
+    parallel.refresh_weights()
     with CommunicationLog() as log:
         parallel.forward_backward(tokens, tokens)
+        parallel.refresh_weights()
     return dict(log.seen)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_plan_lists_what_the_trainer_sends(case):
-    arguments, tied = CASES[case]
+def check(arguments: dict, tied: bool) -> None:
     model = dataclasses.replace(TINY, tie_embeddings=tied)
     where = layout(model=model, **arguments)
     measured = run_ranks(communicate, world_size=where.dims.world_size, args=(where, model))
     for rank, seen in enumerate(measured):
-        stage = where.dims.coordinate(rank)["pp"]
+        stages = where.stages(where.dims.coordinate(rank)["pp"])
         planned: collections.Counter[tuple[str, int]] = collections.Counter()
-        for transfer in stage_transfers(model, where, training=TRAINING, cluster=cpu(1), stage=stage):
-            planned[transfer.op, transfer.payload_bytes] += transfer.times
-        assert seen == dict(planned), f"rank {rank}, stage {stage}"
+        for stage in stages:
+            for transfer in stage_transfers(model, where, training=TRAINING, cluster=cpu(1), stage=stage):
+                planned[transfer.op, transfer.payload_bytes] += transfer.times
+        assert seen == dict(planned), f"rank {rank}, stages {stages}"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_plan_lists_what_the_trainer_sends(case):
+    check(*CASES[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW)
+def test_the_plan_lists_what_combined_layouts_send(case):
+    check(*SLOW[case])

@@ -45,7 +45,7 @@ def dtypes(spec) -> tuple[set, set]:
     parallel = build_model(spec)
     batch = torch.randint(0, 256, (spec.training.global_batch_size, spec.training.seq_len))
     parallel.forward_backward(batch, batch)
-    parameters = list(parallel.model.parameters())
+    parameters = list(parallel.parameters.values())
     return {str(p.dtype) for p in parameters}, {str(p.grad.dtype) for p in parameters}
 
 

@@ -22,7 +22,7 @@ CASES = {
     "context parallel": (1, {}, dict(dims=ParallelDims(cp=2)), {}, "needs 2"),
     "dp_shard outermost": (1, dict(order=("dp_shard", "dp_replicate", "pp", "cp", "tp")), {}, {},
                            "put dp_replicate first"),
-    "experts": (1, {}, dict(dims=ParallelDims(ep=2)), {}, "only 1 is implemented"),
+    "experts": (1, {}, dict(dims=ParallelDims(ep=2)), {}, "there are no experts"),
     "too few microbatches": (2, dict(pp=2, microbatch_size=8), {}, {}, "microbatches"),
 }
 

@@ -26,6 +26,9 @@ SAME_LAYOUT = {
     "tp2 × dp_shard2": dict(tp=2, dp_shard=2),
     "dp_replicate2": dict(dp_replicate=2),
     "pp2": dict(pp=2),
+    "ZeRO-1": dict(dp_shard=2, zero_stage=1),
+    "cp2": dict(cp=2),
+    "a V": dict(pp=2, schedule="zbv", virtual_stages=2),
 }
 
 # One run, handed from layout to layout, one step each
@@ -36,6 +39,11 @@ JOURNEY = [
     ("pp2", dict(pp=2)),
     ("tp2 × pp2 × dp_shard2", dict(tp=2, pp=2, dp_shard=2)),
     ("tp2 × dp_replicate2", dict(tp=2, dp_replicate=2)),
+    ("a V, whose ends are on one rank", dict(pp=2, schedule="zbv", virtual_stages=2)),
+    ("ZeRO-1 × tp2", dict(dp_shard=2, tp=2, zero_stage=1)),
+    ("cp2 × dp_shard2", dict(cp=2, dp_shard=2)),
+    ("interleaved", dict(pp=2, schedule="interleaved_1f1b", virtual_stages=2)),
+    ("ZeRO-1 in a V", dict(pp=2, dp_shard=2, zero_stage=1, schedule="zbv", virtual_stages=2)),
 ]
 
 
@@ -118,7 +126,9 @@ def test_replicated_tensors_are_written_once(tmp_path):
         chunks = [c for path in folder.glob("rank-*.json") for c in json.loads(path.read_text())["chunks"]]
         return sum(c["num_bytes"] for c in chunks if not c["tensor"].startswith("random."))
 
-    assert written(tp=2, dp_replicate=2) == written() == written(pp=2, dp_shard=2)
+    layouts = [dict(), dict(tp=2, dp_replicate=2), dict(pp=2, dp_shard=2), dict(dp_shard=2, dp_replicate=2, zero_stage=1),
+               dict(cp=2), dict(pp=2, schedule="zbv", virtual_stages=2)]
+    assert len({written(**degrees) for degrees in layouts}) == 1
 
 
 # ------------------------------------------------------------------ damage

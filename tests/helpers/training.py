@@ -1,10 +1,15 @@
 """A tiny JobSpec, and running it on forked ranks: what the distributed tests have in common."""
+import collections
 import dataclasses
+import functools
 import json
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
+import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -17,7 +22,7 @@ from jobs.spec.events import RankReport, ShardReport, StepReport, decode, encode
 from jobs.spec.job import JobSpec
 from jobs.spec.load import to_dict
 from jobs.spec.model import ModelSpec
-from jobs.spec.parallel import Layout, ParallelDims, split_layers
+from jobs.spec.parallel import AXES, Layout, ParallelDims, split_layers
 from jobs.spec.rundir import MANIFEST, RunDir
 from jobs.spec.training import CheckpointSpec, OptimizerSpec, TrainingSpec
 from jobs.trainer import Trainer
@@ -65,14 +70,13 @@ def read_reports(folder: Path, *, rank: int) -> list:
 
 
 def layout(*, model: ModelSpec = TINY, global_batch_size: int = TRAINING.global_batch_size, microbatch_size: int = 2,
-           sequence_parallel: bool = True, recompute: str = "none", zero_stage: int = 3,
-           **degrees: int) -> Layout:
-    """Degrees → a Layout whose slots hold the batch exactly, or with the smallest surplus."""
-    dims = ParallelDims(**degrees)
+           virtual_stages: int = 1, layers_per_stage: tuple[int, ...] | None = None, **rest) -> Layout:
+    """Degrees and fields of a layout → a Layout whose slots hold the batch exactly, or with the smallest surplus."""
+    dims = ParallelDims(**{axis: rest.pop(axis) for axis in (*AXES, "order") if axis in rest})
     return Layout(dims=dims, microbatch_size=microbatch_size,
                   num_microbatches=-(-global_batch_size // (microbatch_size * dims.dp)),
-                  layers_per_stage=split_layers(model.num_layers, dims.pp), sequence_parallel=sequence_parallel,
-                  recompute=recompute, zero_stage=zero_stage)
+                  layers_per_stage=layers_per_stage or split_layers(model.num_layers, dims.pp * virtual_stages),
+                  virtual_stages=virtual_stages, **rest)
 
 
 def job(run_dir: Path, where: Layout, *, model: ModelSpec = TINY, training: TrainingSpec = TRAINING,
@@ -85,6 +89,54 @@ def job(run_dir: Path, where: Layout, *, model: ModelSpec = TINY, training: Trai
 def train_job(spec: JobSpec, *, timeout_s: float = 120.0) -> Outcome:
     """Run the whole job on forked ranks."""
     return Outcome.of(run_ranks(train_here, world_size=spec.world_size, args=(spec,), timeout_s=timeout_s))
+
+
+LOSS_TOLERANCE = 1e-5
+GRAD_NORM_TOLERANCE = 1e-4
+# Of every final parameter. Adam divides a gradient by its own size, so rounding in the smallest gradients comes out
+# as a part of lr; what is wrong comes out as several times lr (1e-2).
+PARAMETER_TOLERANCE = 1e-3
+
+
+@functools.cache
+def reference(model: ModelSpec, training: TrainingSpec) -> tuple[Outcome, dict[str, torch.Tensor]]:
+    """The run on one rank, whole batches at once, and its final parameters."""
+    where = layout(model=model, global_batch_size=training.global_batch_size,
+                   microbatch_size=training.global_batch_size)
+    with tempfile.TemporaryDirectory() as folder:
+        spec = job(Path(folder), where, model=model, training=training)
+        return train_job(spec), final_parameters(spec)
+
+
+def assert_matches_single_rank(run_dir: Path, where: Layout, *, model: ModelSpec = TINY,
+                               training: TrainingSpec = TRAINING) -> None:
+    """Train on forked ranks; losses, gradient norms and final parameters are those of one rank, within tolerance."""
+    spec = job(run_dir, where, model=model, training=training)
+    found, (wanted, parameters) = train_job(spec), reference(model, training)
+    assert found.losses == pytest.approx(wanted.losses, abs=LOSS_TOLERANCE, rel=0)
+    assert found.grad_norms == pytest.approx(wanted.grad_norms, abs=GRAD_NORM_TOLERANCE, rel=0)
+    gathered = final_parameters(spec)
+    assert gathered.keys() == parameters.keys()
+    errors = {name: (gathered[name] - value).abs().max().item() for name, value in parameters.items()}
+    assert max(errors.values()) < PARAMETER_TOLERANCE, errors
+
+
+def final_parameters(spec: JobSpec) -> dict[str, torch.Tensor]:
+    """Put together from the shards that all ranks wrote after the last step; each element exactly once."""
+    folder = RunDir(Path(spec.run_dir)).checkpoint_in_progress(spec.training.steps, spec.attempt)
+    whole, covered = {}, collections.Counter()
+    for index in sorted(folder.glob("rank-*.json")):
+        data = index.with_suffix(".bin").read_bytes()
+        for chunk in json.loads(index.read_text())["chunks"]:
+            name = chunk["tensor"]
+            if name.startswith("model.") and chunk["num_bytes"]:
+                start = chunk["byte_offset"]
+                piece = np.frombuffer(data[start:start + chunk["num_bytes"]], np.float32).reshape(chunk["sizes"])
+                into = whole.setdefault(name, np.full(chunk["shape"], np.nan, np.float32))
+                into[tuple(slice(o, o + n) for o, n in zip(chunk["offsets"], chunk["sizes"]))] = piece
+                covered[name] += piece.size
+    assert all(covered[name] == value.size for name, value in whole.items()), covered
+    return {name: torch.from_numpy(value) for name, value in whole.items()}
 
 
 def train_here(spec: JobSpec, *, stop_before: int | None = None, reports_to: Path | None = None) -> list:

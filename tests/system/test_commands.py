@@ -12,13 +12,13 @@ NO_SLURM = {"PATH": "/nowhere"}
 # name, arguments after `orc plan DEMO`, what stderr must hold
 REFUSED_PLANS = [
     ("heads", ["model.num_heads=6", "model.num_kv_heads=6", "model.head_dim=32", "parallel.tp=4", "parallel.pp=1"],
-     ["parallel.tp", "6"]),
+     ["tp", "6"]),
     ("batch below dp", ["training.global_batch_size=1"], ["global_batch_size"]),
     ("product", ["parallel.tp=4", "parallel.pp=4"], ["8"]),
     ("unknown key", ["paralel.tp=2"], ["paralel: unknown key; did you mean 'parallel'?"]),
     ("missing data", ["data.path=/no/such/folder"], ["data.path: '/no/such/folder' does not exist"]),
     ("two at once", ["training.steps=x", "foo=1"], ["training.steps", "foo: unknown key"]),
-    ("not trained yet", ["parallel.cp=2"], ["parallel.cp"]),
+    ("product", ["parallel.cp=2"], ["cp=2", "16 ranks"]),
 ]
 
 
@@ -49,6 +49,22 @@ def test_a_run_needs_a_free_name_and_leaves_the_other_alone(tmp_path: Path) -> N
     done = orc("run", run_file)
     assert done.returncode == 2 and "run: 'tiny' is in use" in done.stderr and "orc resume" in done.stderr
     assert sorted(p.name for p in (tmp_path / "runs" / "tiny").iterdir()) == before
+
+
+def test_a_refusal_of_the_planner_names_where_the_value_was_written() -> None:
+    assert "(command line)" in orc("plan", DEMO, "parallel.tp=3", "parallel.dp_shard=auto").stderr
+
+
+def test_a_secret_written_into_the_config_is_refused(tmp_path: Path) -> None:
+    run_file = command_run(tmp_path, "pass", nodes=1, ranks=1)
+    done = orc("run", run_file, 'command=[sh,-c,"echo ${oc.env:SITE_API_KEY}"]', SITE_API_KEY="0123456789abcdef")
+    assert done.returncode == 2 and "SITE_API_KEY" in done.stderr and "0123456789abcdef" not in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_names_are_no_markup(tmp_path: Path) -> None:
+    run_file = command_run(tmp_path, "pass", nodes=1, ranks=1)
+    assert "submitted x[red]y as job" in orc("run", run_file, "run=x[red]y", check=True).stdout
 
 
 def test_data_without_text_is_refused_and_nothing_is_left(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Supervisor, agents and fork servers on virtual nodes: what is noticed, what is restarted, what ends, what is left."""
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -133,8 +134,10 @@ def test_a_dead_supervisor_is_reported_as_unknown_and_resume_takes_over(tmp_path
     agents = [p for p in processes_of(run_dir) if "jobs.agent" in p.cmdline()]
     supervisor.kill()
     wait_for(lambda: orc("status", run_dir, "--json").stdout.find('"state": "unknown"') > 0, what="an unknown state")
-    for agent in agents:  # left alone they would give up by themselves after two minutes
-        agent.kill()
+    refused = orc("resume", run_dir)
+    assert refused.returncode == 2 and "may still be at work" in refused.stderr and agents[0].is_running()
+    assert "was cancelled" in orc("stop", run_dir, check=True).stdout
+    assert not any(agent.is_running() for agent in agents)
     orc("resume", run_dir, check=True)
     assert [a["n"] for a in report(run_dir)["attempts"]] == [1, 2]
 
@@ -174,8 +177,8 @@ def test_exit_codes_are_exact(tmp_path: Path) -> None:
 
 
 def test_an_agent_that_lost_its_connection_comes_back_and_nothing_is_lost(tmp_path: Path) -> None:
-    run_file = training_run(tmp_path, nodes=2, ranks=1, steps=60, policy={"reconnect_s": 20.0, "heartbeat_s": 0.2},
-                            checkpoint={"interval_steps": 20})
+    run_file = training_run(tmp_path, nodes=2, ranks=1, steps=30, policy={"reconnect_s": 20.0, "heartbeat_s": 0.2},
+                            checkpoint={"interval_steps": 10})
     run_dir = tmp_path / "runs" / "tiny"
     orc("submit", run_file, check=True)
     wait_for(lambda: list(run_dir.glob("checkpoints/step-*")), what="training")
@@ -186,8 +189,71 @@ def test_an_agent_that_lost_its_connection_comes_back_and_nothing_is_lost(tmp_pa
     wait_for(lambda: only(run_dir, RunEnded), what="the end")
     seen = report(run_dir)
     assert (seen["state"], len(seen["attempts"])) == ("completed", 1)
-    assert sorted(map(int, seen["losses"])) == list(range(1, 61))
+    assert sorted(map(int, seen["losses"])) == list(range(1, 31))
     assert not only(run_dir, AgentLost) and len(only(run_dir, AgentJoined)) == 2
+
+
+def test_an_agent_that_comes_back_too_late_ends_itself(tmp_path: Path) -> None:
+    policy = {"heartbeat_s": 0.2, "heartbeat_timeout_s": 1.0, "reconnect_s": 0.5}
+    program = FIRST_ATTEMPT + "time.sleep(60 if first else 8)"
+    run_file = command_run(tmp_path, program, nodes=2, ranks=1, policy=policy)
+    run_dir = tmp_path / "runs" / "tiny"
+    orc("submit", run_file, check=True)
+    wait_for(lambda: len(list(run_dir.glob("attempts/1/logs/*.log"))) == 2, what="two ranks")
+    late = next(p for p in processes_of(run_dir) if "jobs.agent" in p.cmdline() and "node-1" in p.cmdline())
+    late.suspend()
+    wait_for(lambda: len(list(run_dir.glob("attempts/2/logs/*.log"))) == 2, what="the second attempt")
+    late.resume()
+    ended = wait_for(lambda: only(run_dir, RunEnded), what="the end of the run")
+    assert ended[0].state == "completed" and len(only(run_dir, AttemptStarted)) == 2
+    assert not late.is_running() and len(only(run_dir, AgentJoined)) == 3
+
+
+def test_of_two_resumes_at_once_one_is_refused(tmp_path: Path) -> None:
+    run_file = command_run(tmp_path, FIRST_ATTEMPT + "sys.exit(1) if first else time.sleep(3)", nodes=1,
+                           policy={"max_restarts": 0})
+    run_dir = tmp_path / "runs" / "tiny"
+    assert orc("run", run_file).returncode == 1
+    both = [subprocess.Popen([sys.executable, "-m", "orchestrator.cli", "resume", str(run_dir)], cwd=ROOT,
+                             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    refusals = [p.communicate(timeout=60)[1] for p in both]
+    assert sorted(p.returncode for p in both) == [0, 2] and any("`orc stop` ends it" in text for text in refusals)
+    assert report(run_dir)["state"] == "completed" and len(only(run_dir, AttemptStarted)) == 2
+    again = orc("resume", run_dir)
+    assert again.returncode == 2 and "has completed" in again.stderr
+
+
+def test_a_torn_history_is_followed_and_continued(tmp_path: Path) -> None:
+    run_file = command_run(tmp_path, FIRST_ATTEMPT + "sys.exit(1 if first else 0)", nodes=1, policy={"max_restarts": 0})
+    run_dir = tmp_path / "runs" / "tiny"
+    orc("run", run_file)
+    for name in ("events.jsonl", "submissions.jsonl"):
+        with (run_dir / name).open("a") as torn:
+            torn.write('{"event": "decis')
+    orc("resume", run_dir, check=True)
+    assert report(run_dir)["state"] == "completed"
+
+
+def test_a_run_whose_data_is_gone_can_be_seen_and_stopped(tmp_path: Path) -> None:
+    run_file = training_run(tmp_path, nodes=1, ranks=1, steps=100000, checkpoint={"interval_steps": 1000})
+    run_dir = tmp_path / "runs" / "tiny"
+    orc("submit", run_file, check=True)
+    wait_for(lambda: only(run_dir, AttemptStarted), what="the first attempt")
+    shutil.rmtree(tmp_path / "text")
+    assert '"state": "running"' in orc("status", run_dir, "--json", check=True).stdout
+    assert "stop: accepted" in orc("stop", run_dir, check=True).stdout
+    wait_for(lambda: only(run_dir, RunEnded), what="the end")
+
+
+def test_a_lost_loss_ends_the_run_and_keeps_what_came_before(tmp_path: Path) -> None:
+    faults = [{"attempt": 1, "step": 5, "rank": 0, "kind": "nan"}]
+    run_file = training_run(tmp_path, nodes=1, ranks=2, steps=8, faults=faults, parallel={"dp_shard": 2, "zero_stage": 3})
+    assert orc("run", run_file).returncode == 1
+    run_dir = tmp_path / "runs" / "tiny"
+    found = only(run_dir, Diagnosis)[0]
+    assert found.kind == "divergence" and found.step in (5, 6)  # weights gathered ahead still serve one step
+    assert RunDir(run_dir).committed_steps() == [2, 4]
+    assert None in report(run_dir)["losses"].values()
 
 
 def supervise(run_dir: RunDir, *, launcher: str) -> int:

@@ -33,6 +33,8 @@ class State:
 
     owned = tensors
 
+    def repeat_aliases(self) -> None: ...
+
     def random(self) -> dict:
         return {"random.00003.cpu": torch.tensor([1, 2, 3], dtype=torch.uint8)}
 
@@ -88,7 +90,7 @@ def test_random_states_are_restored_in_the_same_layout_only(saved):
 
 
 def test_a_generator_goes_on_where_it_was_saved():
-    state = TrainingState(torch.nn.Linear(1, 1), None, rank=0, device=torch.device("cpu"), copies=frozenset())
+    state = TrainingState({}, None, rank=0, device=torch.device("cpu"), copies=frozenset(), aliases={})
     torch.manual_seed(3)
     saved = {name: value.clone() for name, value in state.random().items()}
     expected = torch.rand(4)

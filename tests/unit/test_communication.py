@@ -3,7 +3,8 @@ import itertools
 
 import pytest
 
-from jobs.spec.model import ModelSpec, num_params
+from jobs.spec.counts import num_params
+from jobs.spec.model import ModelSpec
 from jobs.spec.parallel import MESH_ORDER, ParallelDims
 from orchestrator.planner.communication import (INTER_NODE_EFFICIENCY, INTRA_NODE_EFFICIENCY, Group, axis_group,
                                                 collective_s, gather_passes, stage_transfers)

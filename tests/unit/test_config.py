@@ -5,7 +5,7 @@ import pytest
 
 from jobs.spec.load import SpecError
 from orchestrator.config import to_yaml
-from orchestrator.load import load
+from orchestrator.load import load, read_stored
 
 MODEL = "name: tiny\nvocab_size: 256\ndim: 64\nnum_layers: 4\nnum_heads: 4\nnum_kv_heads: 4\nffn_dim: 128\n"
 CLUSTER = "name: desk\nkind: local\nnum_nodes: 2\ngpus_per_node: 4\ngpu: cpu\n"
@@ -23,7 +23,7 @@ REFUSALS = [
     ("name of another section", "tp: 2\n", [], ["tp: unknown key; did you mean 'parallel.tp'? (run.yaml:6)"]),
     ("wrong type", "", ["training.steps=many"], ["training.steps: 'many'", "could not be converted to Integer"]),
     ("wrong choice", "", ["parallel.schedule=zigzag"], ["parallel.schedule: 'zigzag'", "1f1b"]),
-    ("not a degree", "", ["parallel.tp=all"], ["parallel.tp: 'all'", "Literal[auto]"]),
+    ("not a degree", "", ["parallel.tp=all"], ["parallel.tp: 'all' is not a whole number", "auto"]),
     ("no such include", "", ["model=tinyy"], ["model: 'tinyy' has no file; did you mean 'tiny'? (command line)"]),
     ("include is no name", "", ["model=5"], ["model: 5 must be the name of a file"]),
     ("override without =", "", ["parallel.tp"], ["command line: 'parallel.tp' is not key=value"]),
@@ -38,7 +38,25 @@ REFUSALS = [
      ["faults[0].rank: 8 is outside the 8 ranks of the run (run.yaml:6)"]),
     ("unknown fault", "faults: [{attempt: 1, step: 1, rank: 0, kind: fire}]\n", [], ["faults: ", "'fire'", "sigkill"]),
     ("only spares", "", ["placement.spares=2"], ["placement.spares: 2 leaves no node to train on"]),
-    ("headroom", "", ["memory.headroom=1.5"], ["memory.headroom: 1.5 must be a share"]),
+    ("zero link", "", ["cluster.inter_node_gb_s=0"], ["cluster.inter_node_gb_s: 0.0 must be more than 0"]),
+    ("negative threads", "", ["cluster.threads_per_rank=-4"], ["cluster.threads_per_rank: -4 must be at least 1"]),
+    ("not a number", "", ["training.optimizer.lr=.nan"], ["training.optimizer.lr: nan is not a finite number"]),
+    ("endless", "", ["policy.heartbeat_s=.inf"], ["policy.heartbeat_s: inf is not a finite number"]),
+    ("beta", "", ["training.optimizer.beta1=2"], ["training.optimizer.beta1: 2.0 must be below 1"]),
+    ("huge seed", "", ["training.seed=100000000000000000000000"], ["training.seed: 100000000000000000000000 is too large"]),
+    ("fault before the first step", "faults: [{attempt: 1, step: 0, rank: 0, kind: exit}]\n", [],
+     ["faults[0].step: 0 must be at least 1 (run.yaml:6)"]),
+    ("faults of a command", "faults: [{attempt: 1, step: 1, rank: 0, kind: exit}]\ncommand: [sh]\n", [],
+     ["faults: are injected by the built-in trainer"]),
+    ("empty command", "command: []\n", [], ["command: [] names no program"]),
+    ("command that is not there", "command: [nosuchprogram, x]\n", [], ["command: 'nosuchprogram' is no program"]),
+    ("unescaped $ in a command", "command: [sh, -c, 'echo ${RANK}']\n", [], ["command", "cannot be resolved", "\\$"]),
+    ("interpolation of itself", "", ["run=${run}"], ["cannot be resolved"]),
+    ("unreadable override", "", ["[=1"], ["command line: '[=1' is not key=value"]),
+    ("unknown home", "", ["cluster=~nouser/a.yaml"], ["cluster: '~nouser/a.yaml' has no file"]),
+    ("endless name", "", ["cluster=" + 5000 * "x"], ["has no file"]),
+    ("thousands of digits", "", ["training.steps=" + 5000 * "9"], ["training.steps"]),
+    ("headroom", "", ["memory.headroom=1.5"], ["memory.headroom: 1.5 must be below 1"]),
     ("nothing to train", "", ["model=null", "cluster=desk"], ["model: is missing; give it, or a `command:`"]),
 ]
 
@@ -95,6 +113,40 @@ def test_resolved_yaml_loads_to_an_equal_config(run_file: Path) -> None:
     resolved = run_file.with_name("resolved.yaml")
     resolved.write_text(to_yaml(config))
     assert load(resolved) == config
+
+
+UNREADABLE = [("latin-1", "run: caf\u00e9".encode("latin-1")), ("nesting", b"a: " + b"[" * 3000), ("digits", b"run: " + b"9" * 5000),
+              ("a list", b"- a"), ("a tab", b"a:\n\t- b"), ("a folder", None)]
+
+
+@pytest.mark.parametrize("content", [c[1] for c in UNREADABLE], ids=[c[0] for c in UNREADABLE])
+def test_an_unreadable_file_is_named(run_file: Path, content: bytes | None) -> None:
+    path = run_file.with_name("bad.yaml")
+    path.mkdir() if content is None else path.write_bytes(content)
+    assert str(path) in refusal(path, []) or "run" in refusal(path, [])
+
+
+def test_paths_are_absolute_from_where_the_command_was_typed(run_file: Path, monkeypatch) -> None:
+    monkeypatch.chdir(run_file.parent)
+    config = load(run_file, ["data.path=run.yaml", "root=here"])
+    assert config.data.path == str(run_file) and config.run_dir == run_file.parent / "here" / "try"
+
+
+def test_an_escaped_dollar_reaches_the_command_and_the_stored_config(run_file: Path) -> None:
+    config = load(run_file, ["model=null", "training=null", "data=null", "command=[sh, -c, 'echo \\${RANK}']"])
+    assert config.command == ["sh", "-c", "echo ${RANK}"]
+    stored = run_file.with_name("stored.yaml")
+    stored.write_text(to_yaml(config))
+    assert read_stored(stored) == config
+
+
+def test_a_stored_config_is_read_without_looking_anything_up(run_file: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("some text")
+    stored = run_file.with_name("stored.yaml")
+    stored.write_text(to_yaml(load(run_file, [f"data.path={text}"])))
+    text.unlink()
+    assert read_stored(stored).data.path == str(text)
 
 
 def test_a_command_needs_no_model(run_file: Path) -> None:

@@ -1,7 +1,7 @@
 """Parameter and FLOP counts against published figures."""
 import pytest
 
-from jobs.spec.model import model_flops_per_token, num_params
+from jobs.spec.counts import model_flops_per_token, num_params
 from tests.helpers.planning import LLAMA3_8B, LLAMA3_70B, LLAMA3_405B
 
 PARAMS = [(LLAMA3_8B, 8.03e9), (LLAMA3_70B, 70.6e9), (LLAMA3_405B, 405.9e9)]

@@ -1,7 +1,8 @@
 """The planner's memory model against the papers' formulas and figures."""
 import pytest
 
-from jobs.spec.model import ModelSpec, num_params
+from jobs.spec.counts import num_params
+from jobs.spec.model import ModelSpec
 from orchestrator.planner.memory import BlockShape, block_activation_bytes, in_flight, stage_memory, stage_params
 from tests.helpers.planning import LLAMA3_8B, SMALL, layout_of, training
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from jobs.metrics import RateMeter, peak_memory_bytes
-from jobs.spec.model import ModelSpec, model_flops_per_token
+from jobs.spec.counts import model_flops_per_token
+from jobs.spec.model import ModelSpec
 
 MODEL = ModelSpec(name="small", vocab_size=64, dim=8, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=16)
 

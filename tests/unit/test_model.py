@@ -6,15 +6,44 @@ import pytest
 import torch
 
 from jobs.loss import IGNORED, cross_entropy
-from jobs.model.transformer import INIT_ROWS, Transformer, initial_rows
-from jobs.spec.model import ModelSpec, num_params
+from jobs.model.initial import INIT_ROWS, initial_rows, initial_slice
+from jobs.model.places import Places, keep, locate, mix, sequence_keys
+from jobs.model.transformer import Transformer
+from jobs.spec.counts import num_params
+from jobs.spec.model import MlaSpec, ModelSpec
+from tests.helpers.naive import Naive
 
-SPEC = ModelSpec(name="small", vocab_size=64, dim=24, num_layers=3, num_heads=6, num_kv_heads=2, ffn_dim=40, head_dim=4)
+# large weights: attention is far from uniform, and every option tells
+SPEC = ModelSpec(name="small", vocab_size=64, dim=24, num_layers=3, num_heads=6, num_kv_heads=2, ffn_dim=40, head_dim=4,
+                 init_std=0.2)
+MLA = MlaSpec(kv_lora_rank=10, q_lora_rank=14, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
 SPECS = {
     "grouped": SPEC,
     "all heads of their own": dataclasses.replace(SPEC, num_kv_heads=6),
     "one kv head, tied": dataclasses.replace(SPEC, num_kv_heads=1, tie_embeddings=True),
     "wide heads": dataclasses.replace(SPEC, head_dim=8),
+    "LayerNorm": dataclasses.replace(SPEC, norm="layernorm"),
+    "biases": dataclasses.replace(SPEC, bias=True),
+    "GELU, two matrices": dataclasses.replace(SPEC, ffn="gelu", bias=True),
+    "GeGLU": dataclasses.replace(SPEC, ffn="geglu"),
+    "learned positions": dataclasses.replace(SPEC, positions="learned", max_positions=9),
+    "post norms": dataclasses.replace(SPEC, post_norms=True),
+    "norms of 1 + weight": dataclasses.replace(SPEC, norm_offset=True, qk_norm=True),
+    "scaled embedding": dataclasses.replace(SPEC, embedding_scale=True, tie_embeddings=True),
+    "norms of queries and keys": dataclasses.replace(SPEC, qk_norm=True),
+    "scale of attention": dataclasses.replace(SPEC, attention_scale=0.3),
+    "capped scores": dataclasses.replace(SPEC, attention_softcap=0.5),
+    "capped logits": dataclasses.replace(SPEC, output_softcap=0.2),
+    "every second layer in a window": dataclasses.replace(SPEC, sliding_window=3, global_every=2),
+    "capped scores in a window": dataclasses.replace(SPEC, sliding_window=3, global_every=3, attention_softcap=0.5),
+    "Megatron-LM's GPT": dataclasses.replace(SPEC, num_kv_heads=6, norm="layernorm", ffn="gelu", bias=True,
+                                             positions="learned", max_positions=9, tie_embeddings=True),
+    "Gemma 2": dataclasses.replace(SPEC, head_dim=8, ffn="geglu", post_norms=True, norm_offset=True,
+                                   embedding_scale=True, tie_embeddings=True, attention_scale=0.4, attention_softcap=0.5,
+                                   output_softcap=0.2, sliding_window=3, global_every=2),
+    "latent attention": dataclasses.replace(SPEC, mla=MLA),
+    "latent attention, queries not compressed": dataclasses.replace(SPEC, mla=dataclasses.replace(MLA,
+                                                                                                 q_lora_rank=None)),
 }
 
 
@@ -23,52 +52,9 @@ def build(spec: ModelSpec, *, layers: range | None = None, is_first=True, is_las
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(initial_rows(name, tuple(p.shape), rows=range(p.shape[0]), spec=spec, seed=seed))
-            if p.ndim == 1:  # ones would hide a norm that is skipped or used twice
-                p.mul_(1 + 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))))
+            if p.ndim == 1:  # ones and zeros would hide a norm or a bias that is skipped or used twice
+                p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))))
     return model
-
-
-def naive(model: Transformer, spec: ModelSpec, tokens: list[int]) -> torch.Tensor:
-    """One position, one head at a time, from the definitions alone. Logits [seq, vocab]."""
-    weights = dict(model.named_parameters())
-
-    def norm(x, name):
-        return x / torch.sqrt((x * x).mean() + spec.norm_eps) * weights[f"{name}.weight"]
-
-    def turn(x, position):
-        out, half = torch.empty_like(x), len(x) // 2
-        for i in range(half):
-            angle = position * spec.rope_theta ** (-2 * i / len(x))
-            out[i] = x[i] * math.cos(angle) - x[i + half] * math.sin(angle)
-            out[i + half] = x[i] * math.sin(angle) + x[i + half] * math.cos(angle)
-        return out
-
-    def attend(xs, layer):
-        d, group = spec.head_size, spec.num_heads // spec.num_kv_heads
-        q, k, v = ([weights[f"{layer}.attention.w{c}.weight"] @ x for x in xs] for c in "qkv")
-        for position in range(len(xs)):
-            heads = []
-            for head in range(spec.num_heads):
-                mine = slice(head * d, head * d + d)
-                shared = slice(head // group * d, head // group * d + d)
-                query = turn(q[position][mine], position)
-                scores = torch.stack([query @ turn(k[past][shared], past) for past in range(position + 1)])
-                shares = torch.softmax(scores / math.sqrt(d), dim=0)
-                heads.append(sum(share * v[past][shared] for past, share in enumerate(shares)))
-            yield weights[f"{layer}.attention.wo.weight"] @ torch.cat(heads)
-
-    def feed(x, layer):
-        gate, up, down = (weights[f"{layer}.ffn.{part}.weight"] for part in ("gate", "up", "down"))
-        g = gate @ x
-        return down @ (g / (1 + torch.exp(-g)) * (up @ x))
-
-    xs = [weights["embedding.weight"][token] for token in tokens]
-    for i in range(spec.num_layers):
-        layer = f"layers.{i}"
-        xs = [x + out for x, out in zip(xs, attend([norm(x, f"{layer}.attention_norm") for x in xs], layer))]
-        xs = [x + feed(norm(x, f"{layer}.ffn_norm"), layer) for x in xs]
-    output = weights["embedding.weight" if spec.tie_embeddings else "output.weight"]
-    return torch.stack([output @ norm(x, "norm") for x in xs])
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -76,7 +62,24 @@ def naive(model: Transformer, spec: ModelSpec, tokens: list[int]) -> torch.Tenso
 def test_logits_match_the_definition(name):
     model = build(SPECS[name])
     tokens = [3, 1, 4, 1, 5, 9, 2]
-    assert torch.allclose(model(torch.tensor([tokens]))[0], naive(model, SPECS[name], tokens), atol=1e-5, rtol=0)
+    wanted = Naive(dict(model.named_parameters()), SPECS[name]).logits(tokens)
+    assert torch.allclose(model(torch.tensor([tokens]))[0], wanted, atol=1e-5, rtol=0)
+    assert wanted.std() > 0.01  # not all alike
+
+
+# options that leave the parameters as they are
+OPTIONS = [dict(norm_offset=True), dict(ffn="geglu"), dict(embedding_scale=True), dict(attention_scale=0.3),
+           dict(attention_softcap=0.5), dict(output_softcap=0.2), dict(sliding_window=3, global_every=2),
+           dict(rope_theta=100.0), dict(norm_eps=0.1)]
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=[" ".join(option) for option in OPTIONS])
+@torch.no_grad()
+def test_no_option_is_without_effect(option):
+    plain, tokens = build(SPEC), torch.tensor([[3, 1, 4, 1, 5, 9, 2]])
+    changed = Transformer(dataclasses.replace(SPEC, **option), layers=range(SPEC.num_layers), is_first=True, is_last=True)
+    changed.load_state_dict(plain.state_dict())
+    assert (changed(tokens) - plain(tokens)).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -127,6 +130,54 @@ def test_residual_projections_start_smaller():
     assert std("layers.0.ffn.up.weight") == pytest.approx(SPEC.init_std, rel=0.02)
     for name in ("layers.0.ffn.down.weight", "layers.2.attention.wo.weight"):
         assert std(name) == pytest.approx(SPEC.init_std / math.sqrt(2 * SPEC.num_layers), rel=0.02)
+
+
+def test_a_box_of_a_weight_is_cut_out_of_the_whole():
+    for shape, sizes, offsets in [((300, 8), (5, 3), (290, 2)), ((4, 300, 8), (2, 200, 8), (1, 50, 0)), ((9,), (4,), (5,))]:
+        whole = initial_slice("a.weight", shape, sizes=shape, offsets=(0,) * len(shape), spec=SPEC, seed=3)
+        box = initial_slice("a.weight", shape, sizes=sizes, offsets=offsets, spec=SPEC, seed=3)
+        assert torch.equal(box, whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes))])
+    experts = initial_slice("a", (4, 5, 6), sizes=(4, 5, 6), offsets=(0, 0, 0), spec=SPEC, seed=3)
+    assert len({round(float(e.sum()), 4) for e in experts}) == 4  # no two alike
+
+
+# ------------------------------------------------------------------ dropout
+DROPOUT = dataclasses.replace(SPEC, dropout=0.25)
+
+
+def masks(keys: torch.Tensor, seq_len: int) -> dict[int, torch.Tensor]:
+    """What dropout multiplies with in DROPOUT, from the model's own random numbers: by site, [seq, dim]."""
+    places = Places()
+    tokens = locate(torch.empty(1, seq_len, 1), places=places, keys=keys, weights=None)
+    return {site: keep(tokens.keys, site=site, size=SPEC.dim, p=0.25)[0] / 0.75 for site in range(2 * SPEC.num_layers + 1)}
+
+
+@torch.no_grad()
+def test_dropout_is_where_the_definition_has_it():
+    model, tokens = build(DROPOUT), [3, 1, 4, 1, 5, 9, 2]
+    keys = sequence_keys(torch.tensor([17]), seed=1, step=2)
+    wanted = Naive(dict(model.named_parameters()), DROPOUT, masks=masks(keys, len(tokens))).logits(tokens)
+    found = model(torch.tensor([tokens]), keys=keys)[0]
+    assert torch.allclose(found, wanted, atol=1e-5, rtol=0)
+    assert not torch.allclose(found, model(torch.tensor([tokens]))[0], atol=1e-2)  # without keys nothing is dropped
+
+
+def test_dropout_draws_like_independent_coins():
+    """Rate, and agreement between any two of: neighbouring tokens, sequences, steps, seeds, sites, units."""
+    n, p = 400, 0.25
+
+    def draw(*, seed=0, step=1, slot=5, site=3, token=0):
+        return keep(mix(sequence_keys(torch.tensor([slot]), seed=seed, step=step) + torch.arange(n) + token),
+                    site=site, size=n, p=p).float()
+
+    base = draw()
+    others = [draw(seed=1), draw(step=2), draw(slot=6), draw(site=4), draw(token=n), base.roll(1, 0), base.roll(1, 1)]
+    assert base.mean().item() == pytest.approx(1 - p, abs=5 * math.sqrt(p * (1 - p)) / n)
+    for other in others:
+        together = ((base - base.mean()) * (other - other.mean())).mean().item()
+        assert abs(together) < 5 * p * (1 - p) / n  # five standard deviations of n² products
+    for dim in (0, 1):  # no token and no unit is luckier than chance
+        assert base.mean(dim).std().item() == pytest.approx(math.sqrt(p * (1 - p) / n), rel=0.2)
 
 
 def test_loss_counts_targets_that_are_there():

@@ -1,4 +1,5 @@
 """The learning rate's curve, who decays, and clipping on one rank."""
+import dataclasses
 import math
 
 import pytest
@@ -24,6 +25,25 @@ CURVE = {  # step → learning rate of 12 steps
 @pytest.mark.parametrize("step", CURVE)
 def test_learning_rate_warms_up_and_decays(step):
     assert learning_rate(step, spec=SPEC, total_steps=12) == pytest.approx(CURVE[step])
+
+
+WSD = dataclasses.replace(SPEC, lr_schedule="wsd", decay_fraction=0.25)
+STABLE = {  # step → learning rate of 12 steps, of which the last three fall
+    2: 0.5, 4: 1.0, 5: 1.0, 9: 1.0,
+    10: 0.7, 11: 0.4, 12: 0.1,
+    20: 0.1,
+}
+
+
+@pytest.mark.parametrize("step", STABLE)
+def test_wsd_is_stable_until_it_falls(step):
+    assert learning_rate(step, spec=WSD, total_steps=12) == pytest.approx(STABLE[step])
+
+
+def test_wsd_falls_only_after_the_warm_up():
+    spec = dataclasses.replace(WSD, decay_fraction=1.0)
+    assert learning_rate(4, spec=spec, total_steps=12) == 1.0
+    assert learning_rate(8, spec=spec, total_steps=12) == pytest.approx(0.55)
 
 
 def test_without_warm_up_the_first_step_is_already_on_the_cosine():

@@ -1,0 +1,240 @@
+"""Data parallelism with whole weights: replicas alone (dp_replicate), and ZeRO-1 (arXiv:1910.02054).
+
+Built by jobs.parallel where nothing, or only the optimizer's state, is sharded. Every rank computes with whole
+weights in param_dtype; the optimizer updates float32 *masters*: this rank's rows of them under ZeRO-1, the weights
+themselves where they are float32. A bucket is a unit of jobs.parallel.data, so messages are as many and as large as
+there. Gradients are *summed*: the loss has already been divided by the global token count.
+
+Collectives, once per step and unit; P = the unit's weights / tp in param_dtype, G = the same in reduce_dtype, rows
+rounded up to a multiple of fsdp = dp_shard·cp:
+
+    op               axis           bytes    when
+    reduce_scatter   fsdp           G        as soon as the last microbatch's backward has left the unit
+    all_reduce       dp_replicate   G/fsdp   when the next unit's reduction starts, or at the end of backward
+    all_gather       fsdp           P        after the update, waited for where the unit is used next
+"""
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from jobs.mesh import local_of
+
+
+class Master:
+    """The float32 rows of one weight that this rank updates, as a parameter of global shape."""
+
+    def __init__(self, weight: nn.Parameter, *, shards: DeviceMesh, replicas: DeviceMesh) -> None:
+        num_shards = shards.size()
+        self.weight = weight
+        self.whole = local_of(weight).detach()  # of this tp rank
+        rows = self.whole.shape[0]
+        self.padded_rows = -(-rows // num_shards)
+        first = min(shards.get_local_rank() * self.padded_rows, rows)
+        mine = self.whole.narrow(0, first, min(self.padded_rows, rows - first))
+        self.shares_storage = mine.dtype == torch.float32
+        self.local = mine if self.shares_storage else torch.empty_like(mine, dtype=torch.float32)
+        self.numel = self.padded_rows * self.whole[0].numel()  # in a bucket, padding included
+        self._mesh, self._placements = _placed(weight, shards=shards, replicas=replicas)
+        if self.shares_storage and num_shards == replicas.size() == 1:
+            self.parameter = weight
+        else:
+            self.parameter = nn.Parameter(self.wrap(self.local))
+
+    def wrap(self, local: Tensor) -> Tensor:
+        """`local` as a tensor of the weight's global shape; itself where nothing is spread over ranks."""
+        if self._mesh is None:
+            return local
+        return DTensor.from_local(local, self._mesh, self._placements, run_check=False, shape=self.weight.shape,
+                                  stride=self.weight.stride())
+
+
+def _placed(weight: Tensor, *, shards: DeviceMesh, replicas: DeviceMesh) -> tuple[DeviceMesh | None, list]:
+    """Mesh and placements of a master: replicas × row shards × what tensor or expert parallelism has done to the
+    weight."""
+    meshes, placements = [], []
+    if replicas.size() > 1:
+        meshes.append(replicas)
+        placements.append(Replicate())
+    if shards.size() > 1:
+        # rows that tp has already split are split once more inside each tp shard
+        split = weight.device_mesh.size() if isinstance(weight, DTensor) and weight.placements[0].is_shard(0) else 1
+        meshes.append(shards)
+        placements.append(_StridedShard(0, split_factor=split) if split > 1 else Shard(0))
+    if isinstance(weight, DTensor):
+        meshes.append(weight.device_mesh)
+        placements += weight.placements
+    if not meshes:
+        return None, []
+    return (DeviceMesh._concatenate(meshes) if len(meshes) > 1 else meshes[0]), placements
+
+
+class _Bucket:
+    """One unit: its masters, and the buffers of the collective that is under way."""
+
+    def __init__(self, masters: list[Master], *, shards: DeviceMesh, replicas: DeviceMesh) -> None:
+        self.masters = masters
+        self.shards = shards
+        self.replicas = replicas
+        self.numel = sum(master.numel for master in masters)
+        self.waiting = 0  # backward passes of its weights still to come in this step
+        self.reduced: Tensor | None = None  # this rank's part of the sum, flat
+        self.gathered: Tensor | None = None  # [fsdp, numel]
+        self.work: list[dist.Work] = []
+
+    def wait(self) -> None:
+        while self.work:
+            self.work.pop().wait()
+
+    def unpack(self, module: nn.Module | None = None, args: tuple = ()) -> None:
+        """A forward pre-hook: the gathered weights are in place before they are used."""
+        if self.gathered is None:
+            return
+        self.wait()
+        at = 0
+        for master in self.masters:
+            part = self.gathered[:, at:at + master.numel]
+            rows, at = master.whole.shape[0], at + master.numel
+            for shard in range(part.shape[0]):
+                first = shard * master.padded_rows
+                here = master.whole[first:first + master.padded_rows]
+                if first < rows:
+                    here.copy_(part[shard, :here.numel()].view_as(here))
+        self.gathered = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unit:
+    """Modules whose weights are reduced together, and the 1-D meshes over which: shards of the optimizer's state, and
+    replicas of those."""
+
+    modules: list[nn.Module]
+    shards: DeviceMesh
+    replicas: DeviceMesh
+
+
+class Buckets:
+    """Whole weights of this rank's model parts, reduced bucket by bucket while backward goes on.
+
+    `units`: in the order of forward, of one or several model parts; a weight belongs to the first unit that has it.
+    `num_backwards`: backward passes
+    per step, after the last of which a weight's gradient is complete.
+    """
+
+    def __init__(self, units: list[Unit], *, num_backwards: int, reduce_dtype: torch.dtype) -> None:
+        self._num_backwards = num_backwards
+        self._reduce_dtype = reduce_dtype
+        self._sums: dict[nn.Parameter, Tensor] = {}  # float32 gradients of bfloat16 weights, over microbatches
+        self._bucket_of: dict[nn.Parameter, _Bucket] = {}
+        built = [self._build(unit) for unit in units]
+        self.buckets = [bucket for bucket in built if bucket.masters]
+        # Started in this order whatever the order in which gradients come: it must be the same on every rank.
+        self._order = self.buckets[::-1]
+        self._begin()
+
+    def _build(self, unit: Unit) -> _Bucket:
+        weights = [p for module in unit.modules for p in module.parameters() if p not in self._bucket_of]
+        masters = [Master(weight, shards=unit.shards, replicas=unit.replicas) for weight in dict.fromkeys(weights)]
+        bucket = _Bucket(masters, shards=unit.shards, replicas=unit.replicas)
+        for master in bucket.masters:
+            self._bucket_of[master.weight] = bucket
+            master.weight.register_post_accumulate_grad_hook(self.accumulated)
+        for module in unit.modules:
+            module.register_forward_pre_hook(bucket.unpack)
+        return bucket
+
+    def _begin(self) -> None:
+        self._started = 0
+        for bucket in self.buckets:
+            bucket.waiting = len(bucket.masters) * self._num_backwards
+
+    def master_of(self, weight: nn.Parameter) -> nn.Parameter:
+        """What the optimizer updates in place of `weight`."""
+        return next(m.parameter for m in self._bucket_of[weight].masters if m.weight is weight)
+
+    # -------------------------------------------------------------- gradients
+    def accumulated(self, weight: nn.Parameter) -> None:
+        """One backward pass has added to weight.grad: autograd calls it, or a schedule that went round autograd."""
+        if weight.dtype != torch.float32 and self._num_backwards > 1 and weight.grad is not None:
+            grad, weight.grad = local_of(weight.grad), None
+            if weight in self._sums:
+                self._sums[weight] += grad
+            else:
+                self._sums[weight] = grad.float()
+        self._bucket_of[weight].waiting -= 1
+        while self._started < len(self._order) and self._order[self._started].waiting <= 0:
+            self._start()
+
+    def finish(self) -> None:
+        """Wait for all reductions; every master's gradient is then the sum over all data-parallel ranks."""
+        while self._started < len(self._order):  # weights that no token of this rank has used
+            self._start()
+        self._replicate(self._order[-1])
+        for bucket in self._order:
+            bucket.wait()
+            reduced, bucket.reduced = bucket.reduced.float(), None
+            at = 0
+            for master in bucket.masters:
+                grad = reduced[at:at + master.local.numel()].view_as(master.local)
+                master.parameter.grad = master.wrap(grad)
+                at += master.numel
+        self._begin()
+
+    def _start(self) -> None:
+        """Reduce the next bucket in order."""
+        bucket = self._order[self._started]
+        if self._started > 0:
+            self._replicate(self._order[self._started - 1])
+        self._started += 1
+        num_shards = bucket.shards.size()
+        flat = torch.empty(num_shards, bucket.numel, dtype=self._reduce_dtype, device=bucket.masters[0].whole.device)
+        with torch.no_grad():  # each gradient in num_shards blocks of rows, the last padded: row r goes to shard r
+            torch._chunk_cat([self._take(master) for master in bucket.masters], 0, num_shards, out=flat)
+        if num_shards == 1:
+            bucket.reduced = flat.view(-1)
+        else:
+            bucket.reduced = flat.new_empty(bucket.numel)
+            bucket.work.append(dist.reduce_scatter_single(bucket.reduced, flat.view(-1),
+                                                          group=bucket.shards.get_group(), async_op=True))
+
+    def _replicate(self, bucket: _Bucket) -> None:
+        """The second half of a reduction: its result is summed over replicas."""
+        if bucket.replicas.size() > 1:
+            bucket.wait()
+            bucket.work.append(dist.all_reduce(bucket.reduced, group=bucket.replicas.get_group(), async_op=True))
+
+    def _take(self, master: Master) -> Tensor:
+        grad, master.weight.grad = master.weight.grad, None
+        if (total := self._sums.pop(master.weight, None)) is not None:
+            return total
+        return torch.zeros_like(master.whole) if grad is None else local_of(grad)
+
+    # -------------------------------------------------------------- weights
+    @torch.no_grad()
+    def refresh_weights(self) -> None:
+        """After the masters have changed: gather them into the weights. Returns before that is complete; the next
+        forward waits, unit by unit."""
+        for bucket in self.buckets:
+            if bucket.shards.size() > 1:
+                self._gather(bucket)
+            else:
+                for master in bucket.masters:
+                    if not master.shares_storage:
+                        master.whole.copy_(master.local)
+
+    def _gather(self, bucket: _Bucket) -> None:
+        whole = bucket.masters[0].whole
+        mine = torch.empty(bucket.numel, dtype=whole.dtype, device=whole.device)
+        at = 0
+        for master in bucket.masters:
+            mine[at:at + master.local.numel()].copy_(master.local.reshape(-1))
+            at += master.numel
+        bucket.gathered = mine.new_empty(bucket.shards.size(), bucket.numel)
+        bucket.work.append(dist.all_gather_single(bucket.gathered.view(-1), mine, group=bucket.shards.get_group(),
+                                                  async_op=True))
+

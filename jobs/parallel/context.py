@@ -1,0 +1,227 @@
+"""Context parallelism: every sequence split over the `cp` axis; keys and values travel, queries stay.
+
+Called by jobs.parallel on a model built on the meta device; the seams are `Attention.inner` and `Places.positions`.
+A sequence is cut in 2·cp chunks and rank r holds chunks r and 2·cp−1−r, so that under the causal mask all ranks do
+the same work (as in arXiv:2407.21783, §3.3.2). Both methods are exact: softmax over blocks of keys is put together
+from each block's log-sum-exp (ring: arXiv:2310.01889; the arithmetic: jobs.parallel.blockwise).
+
+Collectives over cp, per microbatch and layer; K = microbatch_size·seq_len/cp·(key + value width)/tp elements, the
+keys and values of one rank (width = num_kv_heads·head_dim each), e = bytes(param_dtype):
+
+    cp_method    op               bytes        when
+    ring         send / recv      e·K          forward cp−1 times; backward cp−1 times
+                 send / recv      4·K          backward cp times: their gradients, summed in float32
+    allgather    all_gather       e·K·cp       forward once, backward once: gathered keys are not kept
+                 reduce_scatter   4·K·cp       backward once
+    recompute    the forward's once more (full and selective)
+"""
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from jobs.model.attention import AttentionKind
+from jobs.model.transformer import Transformer
+from jobs.parallel.blockwise import Block, Partial, block_gradients
+from jobs.spec.parallel import CpMethod, cp_chunks
+
+
+def apply_context_parallel(model: Transformer, *, mesh: DeviceMesh, method: CpMethod) -> None:
+    """Make each layer attend to whole sequences, of which this rank of the 1-D mesh `cp` holds two chunks."""
+    group = mesh.get_group()
+    model.places.positions = _Positions(cp_chunks(group.size(), group.rank()), num_chunks=2 * group.size())
+    for layer in model.layers.values():
+        layer.attention.inner = ContextAttention(kind=layer.attention.kind, group=group, method=method)
+
+
+class _Positions:
+    """Places.positions of a rank that holds some of num_chunks equal chunks of each sequence."""
+
+    def __init__(self, chunks: tuple[int, ...], *, num_chunks: int) -> None:
+        self.chunks = chunks
+        self.num_chunks = num_chunks
+
+    def __call__(self, seq_len: int, device: torch.device) -> Tensor:
+        size = seq_len // len(self.chunks)
+        return torch.cat([torch.arange(chunk * size, (chunk + 1) * size, device=device) for chunk in self.chunks])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContextAttention:
+    """An `Attention.inner`: q, k, v [batch, seq/cp, heads, head size] of this rank's chunks → its part of the output."""
+
+    kind: AttentionKind
+    group: dist.ProcessGroup
+    method: CpMethod
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [batch, heads, seq/cp, head size]
+        function = _Ring if self.method == "ring" else _AllGather
+        return function.apply(q, k.contiguous(), v.contiguous(), self).transpose(1, 2)
+
+
+# ------------------------------------------------------------------ which queries meet which keys
+def _pairs(mine: tuple[int, ...], theirs: tuple[int, ...], *, size: int, kind: AttentionKind) -> list[Block]:
+    """Blocks of this rank's queries and another's keys that contain a visible pair, chunk by chunk; the diagonal of
+    each chunk comes first, so that every query sees a key from the start."""
+    found = []
+    for i, query_chunk in enumerate(mine):
+        for j, key_chunk in enumerate(theirs):
+            nearest = (query_chunk - key_chunk - 1) * size + 1  # distance of the first query and the last key
+            if key_chunk > query_chunk or (kind.window is not None and nearest >= kind.window):
+                continue
+            found.append(Block(queries=slice(i * size, (i + 1) * size), keys=slice(j * size, (j + 1) * size),
+                               causal=key_chunk == query_chunk, distance=(query_chunk - key_chunk) * size))
+    return sorted(found, key=lambda block: not block.causal)
+
+
+def _blocks(mine: tuple[int, ...], theirs: tuple[int, ...], *, seq_len: int, kind: AttentionKind) -> list[Block]:
+    """The same for the two chunks that each rank holds, in one block where nothing but causality counts."""
+    size = seq_len // 2
+    if kind.window is not None:
+        return _pairs(mine, theirs, size=size, kind=kind)
+    everything, head, tail = slice(0, seq_len), slice(0, size), slice(size, seq_len)
+    if mine == theirs:  # chunks are in order: the mask of the whole is that of each pair
+        return [Block(queries=everything, keys=everything, causal=True)]
+    if theirs < mine:
+        return [Block(queries=everything, keys=head, causal=False)]
+    return [Block(queries=tail, keys=everything, causal=False)]
+
+
+# ------------------------------------------------------------------ ring
+class _Hop:
+    """One flat tensor on its way to the next rank, while that of the rank before arrives."""
+
+    def __init__(self, flat: Tensor, group: dist.ProcessGroup) -> None:
+        rank, size = group.rank(), group.size()
+        self._sent, self._arriving = flat, torch.empty_like(flat)
+        ops = [dist.P2POp(dist.isend, flat, group=group, group_peer=(rank + 1) % size),
+               dist.P2POp(dist.irecv, self._arriving, group=group, group_peer=(rank - 1) % size)]
+        self._work = dist.batch_isend_irecv(ops)
+
+    def wait(self) -> Tensor:
+        for work in self._work:
+            work.wait()
+        return self._arriving
+
+
+def _flat(k: Tensor, v: Tensor) -> Tensor:
+    return torch.cat((k.reshape(-1), v.reshape(-1)))
+
+
+def _unflat(flat: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of `flat` with the shapes of k and v."""
+    first, second = flat.split((k.numel(), v.numel()))
+    return first.view(k.shape), second.view(v.shape)
+
+
+class _Ring(torch.autograd.Function):
+    """The next keys are on their way while attention to the present ones is computed."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, attention):
+        rank, size = attention.group.rank(), attention.group.size()
+        mine, total = cp_chunks(size, rank), Partial(q, v)
+        travelling = _flat(k, v)
+        for hop in range(size):
+            coming = _Hop(travelling, attention.group) if hop < size - 1 else None
+            keys, values = _unflat(travelling, k, v)
+            blocks = _blocks(mine, cp_chunks(size, (rank - hop) % size), seq_len=q.shape[2], kind=attention.kind)
+            for block in blocks:
+                total.add(block, q, keys, values, kind=attention.kind)
+            travelling = travelling if coming is None else coming.wait()
+        out = total.out.to(q.dtype)
+        ctx.attention = attention
+        ctx.save_for_backward(q, k, v, out, total.lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, out, lse = ctx.saved_tensors
+        attention = ctx.attention
+        rank, size = attention.group.rank(), attention.group.size()
+        mine, dq = cp_chunks(size, rank), torch.zeros_like(q, dtype=torch.float32)
+        travelling, gradients = _flat(k, v), None
+        for hop in range(size):
+            coming = _Hop(travelling, attention.group) if hop < size - 1 else None
+            keys, values = _unflat(travelling, k, v)
+            here = torch.zeros_like(travelling, dtype=torch.float32)
+            dk, dv = _unflat(here, k, v)
+            blocks = _blocks(mine, cp_chunks(size, (rank - hop) % size), seq_len=q.shape[2], kind=attention.kind)
+            for block in blocks:
+                block_gradients(block, grad, q, keys, values, out, lse, into=(dq, dk, dv), kind=attention.kind)
+            # the gradients of these keys, as the ranks before have summed them up, arrive only now
+            here = here if gradients is None else here.add_(gradients.wait())
+            gradients = _Hop(here, attention.group)
+            travelling = travelling if coming is None else coming.wait()
+        dk, dv = _unflat(gradients.wait(), k, v)  # after `size` hops they are home
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+
+
+# ------------------------------------------------------------------ all-gather
+class _AllGather(torch.autograd.Function):
+    """All keys and values at once, in the order of the sequence; gathered again for backward."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, attention):
+        keys, values = _gather(k, v, attention.group)
+        total = Partial(q, v)
+        for block in _blocks_of_all(q.shape[2], attention):
+            total.add(block, q, keys, values, kind=attention.kind)
+        out = total.out.to(q.dtype)
+        ctx.attention = attention
+        ctx.save_for_backward(q, k, v, out, total.lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, out, lse = ctx.saved_tensors
+        attention = ctx.attention
+        keys, values = _gather(k, v, attention.group)
+        dq, dk, dv = (torch.zeros_like(t, dtype=torch.float32) for t in (q, keys, values))
+        for block in _blocks_of_all(q.shape[2], attention):
+            block_gradients(block, grad, q, keys, values, out, lse, into=(dq, dk, dv), kind=attention.kind)
+        dk, dv = _scatter_sum(dk, dv, k, v, attention.group)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+
+
+def _blocks_of_all(seq_len: int, attention: ContextAttention) -> list[Block]:
+    """This rank's queries against the keys of the whole sequence: per chunk its diagonal and all that lies before."""
+    size = seq_len // 2
+    found = []
+    for i, chunk in enumerate(cp_chunks(attention.group.size(), attention.group.rank())):
+        queries, start = slice(i * size, (i + 1) * size), chunk * size
+        found.append(Block(queries=queries, keys=slice(start, start + size), causal=True))
+        window = attention.kind.window
+        first = 0 if window is None else max(0, start - window + 1)
+        if first < start:
+            found.append(Block(queries=queries, keys=slice(first, start), causal=False, distance=start - first))
+    return found
+
+
+def _gather(k: Tensor, v: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """[batch, heads, seq/cp, head size] of every rank → [batch, heads, seq, head size] in the order of the sequence"""
+    flat = _flat(k, v)
+    out = flat.new_empty(group.size(), flat.numel())
+    dist.all_gather_single(out.view(-1), flat, group=group)
+    parts = [_unflat(part, k, v) for part in out]
+    return tuple(_in_order([part[i] for part in parts]) for i in (0, 1))
+
+
+def _in_order(parts: list[Tensor]) -> Tensor:
+    heads, tails = zip(*(part.chunk(2, dim=2) for part in parts), strict=True)
+    return torch.cat((*heads, *reversed(tails)), dim=2)
+
+
+def _scatter_sum(dk: Tensor, dv: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Of every rank's gradients for all keys → this rank's keys' sums; the inverse of `_gather`."""
+    size = group.size()
+    chunks = [t.chunk(2 * size, dim=2) for t in (dk, dv)]
+    parts = [_flat(*(torch.cat([of[chunk] for chunk in cp_chunks(size, rank)], dim=2) for of in chunks))
+             for rank in range(size)]
+    flat = torch.stack(parts)
+    out = flat.new_empty(flat.shape[1])
+    dist.reduce_scatter_single(out, flat.view(-1), group=group)
+    return _unflat(out, k, v)

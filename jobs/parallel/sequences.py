@@ -1,0 +1,40 @@
+"""What the model is told of each sequence beside its tokens: random keys and weights.
+
+Called by jobs.parallel on every rank of a pipeline, which all compute the same: nothing has to be sent along
+with the activations. The keys depend on (seed, step, slot) alone, never on the layout.
+"""
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from jobs.model.places import sequence_keys
+from jobs.spec.model import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sequences:
+    """The data-parallel share of the step's slots that this rank computes."""
+
+    slots: range
+    global_batch_size: int  # slots from here on hold no sample
+    seed: int
+    with_keys: bool  # the model drops out
+    with_weights: bool  # the model balances experts
+    device: torch.device
+
+    @classmethod
+    def of(cls, spec: ModelSpec, *, slots: range, global_batch_size: int, seed: int,
+           device: torch.device) -> "Sequences":
+        return cls(slots=slots, global_batch_size=global_batch_size, seed=seed, with_keys=spec.dropout > 0,
+                   with_weights=spec.moe is not None, device=device)
+
+    def at(self, step: int) -> dict[str, Tensor]:
+        """Arguments of Transformer.forward by name, [len(slots)] each; those only that the model needs."""
+        slots = torch.arange(self.slots.start, self.slots.stop, device=self.device)
+        found = {}
+        if self.with_keys:
+            found["keys"] = sequence_keys(slots, seed=self.seed, step=step)
+        if self.with_weights:
+            found["weights"] = (slots < self.global_batch_size).float() / self.global_batch_size
+        return found

@@ -1,0 +1,85 @@
+"""What the trainer runs today, as one table: the planner may look further, but nothing is submitted that this refuses.
+
+Read by the planner (which layouts can be trained) and by `orc run/submit`; kept by those who extend
+jobs.model and jobs.parallel: a row is widened in the same change that trains it. Knows no torch.
+"""
+from typing import Any
+
+from jobs.spec.load import Problem
+from jobs.spec.model import ModelSpec
+from jobs.spec.parallel import VIRTUAL_STAGES, ZERO_BUBBLE_SCHEDULES, Layout
+
+# What is trained and tested, by field of the layout and of its dims.
+LAYOUTS: dict[str, tuple[Any, ...]] = {
+    "schedule": tuple(VIRTUAL_STAGES),
+    "zero_stage": (1, 2, 3),
+    "recompute": ("none", "selective", "full"),
+    "cp_method": ("ring", "allgather"),
+}
+# The highest degree of an axis; an axis that is not named has no bound.
+DEGREES: dict[str, int] = {}
+# Options of the decoder that jobs.model builds; a field that is not named takes any value.
+MODELS: dict[str, tuple[Any, ...]] = {}
+
+
+def layout_problems(layout: Layout) -> list[Problem]:
+    """Why this trainer cannot run the layout; empty if it can."""
+    dims = layout.dims
+    found = [Problem(where=f"parallel.{axis}", value=getattr(dims, axis), message=f"is not trained by this version; try "
+                     f"{_listed(range(1, most + 1))}") for axis, most in DEGREES.items() if getattr(dims, axis) > most]
+    for name, trained in LAYOUTS.items():
+        value = getattr(layout, name)
+        if value not in trained:
+            found.append(Problem(where=f"parallel.{name}", value=value, message="is not trained by this version; try "
+                                                                                f"{_listed(trained)}"))
+    found += _pipeline_problems(layout)
+    if layout.reduce_every_microbatch and (layout.zero_stage == 1 or dims.fsdp == 1):
+        found.append(Problem(where="parallel.reduce_every_microbatch", value=True, message="keeps gradients in shards, "
+                             "which needs zero_stage 2 or 3 and dp_shard·cp above 1; set false"))
+    if dims.order.index("dp_replicate") > dims.order.index("dp_shard"):
+        found.append(Problem(where="parallel.mesh_order", value=list(dims.order), message="has dp_shard outside "
+                             "dp_replicate, which FSDP does not take; put dp_replicate first"))
+    return found
+
+
+def _pipeline_problems(layout: Layout) -> list[Problem]:
+    """What a schedule asks for. The rules of microbatches are those of torch.distributed.pipelining."""
+    pp, schedule, m = layout.dims.pp, layout.schedule, layout.num_microbatches
+    least, most = VIRTUAL_STAGES[schedule] if pp > 1 else (1, 1)
+    found = []
+
+    def refuse(where: str, value: Any, message: str) -> None:
+        found.append(Problem(where=f"parallel.{where}", value=value, message=message))
+
+    if layout.virtual_stages < least or (most is not None and layout.virtual_stages > most):
+        wanted = f"{least} or more" if most is None else str(least)
+        refuse("virtual_stages", layout.virtual_stages, f"does not go with {f'schedule={schedule}' if pp > 1 else 'pp=1'}; "
+               f"set {wanted}")
+    if pp == 1:
+        return found
+    fewest = {"1f1b": pp, "dualpipev": layout.num_stages}.get(schedule, 1)
+    if m < fewest:
+        refuse("num_microbatches", m, f"microbatches are fewer than the {fewest} stages of {schedule}; set at least "
+               f"{fewest}, with a smaller microbatch_size or less data parallelism, or schedule=gpipe")
+    rounds = max(1, m // pp)
+    if schedule in ("interleaved_1f1b", "interleaved_zero_bubble") and m % rounds:
+        refuse("num_microbatches", m, f"microbatches do not split into {rounds} equal rounds over pp={pp} under "
+               f"{schedule}; the nearest that do are {m // rounds * rounds} and {-(-m // pp) * pp}")
+    if schedule in ZERO_BUBBLE_SCHEDULES and layout.zero_stage == 3 and layout.dims.fsdp > 1:
+        refuse("zero_stage", 3, f"drops weights that the second half of a backward under {schedule} still needs: "
+               "gradients would be silently wrong; set 1 or 2, or schedule=1f1b")
+    return found
+
+
+def model_problems(model: ModelSpec) -> list[Problem]:
+    """Why this trainer cannot build the model; empty if it can."""
+    return [Problem(where=f"model.{name}", value=_brief(getattr(model, name)), message="is not trained by this version; "
+                    f"try {_listed(trained)}") for name, trained in MODELS.items() if getattr(model, name) not in trained]
+
+
+def _listed(values: Any) -> str:
+    return ", ".join("none" if value is None else str(value) for value in values)
+
+
+def _brief(value: Any) -> Any:
+    return value if isinstance(value, bool | int | float | str) else type(value).__name__

@@ -1,0 +1,116 @@
+"""The sources of a config as layers of flat values: run file, included files, command line.
+
+Called by orchestrator.load. Every value keeps the place it was written at, so that a refusal can name it.
+Knows the names of the included sections and nothing else of a config's meaning.
+"""
+import os
+import re
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from jobs.spec.load import Problem, suggest
+
+INCLUDED = {"model": "models", "cluster": "clusters", "policy": "policies"}  # section → folder of configs/
+_KEY = re.compile(r"\w[\w-]*(\.\w[\w-]*)*")
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One source of values: flat leaves with the place each was written at."""
+
+    leaves: dict[str, Any]  # dotted path → value
+    origins: dict[str, str]  # dotted path → "file:line"
+
+
+def read_yaml(path: Path, problems: list[Problem], prefix: str = "") -> Layer:
+    try:
+        text = path.read_text()
+        node = yaml.compose(text)
+        data = OmegaConf.to_container(OmegaConf.create(text), resolve=False) if node is not None else {}
+    except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
+        problems.append(Problem(where=prefix or "file", value=str(path), message=f"cannot be read: {first_line(error)}"))
+        return Layer({}, {})
+    if not isinstance(data, dict):
+        problems.append(Problem(where=prefix or "file", value=str(path), message="is not a mapping of keys to values"))
+        return Layer({}, {})
+    leaves = _flatten(data, prefix)
+    lines = _lines(node, prefix)
+    return Layer(leaves, {key: f"{path}:{lines.get(key, 1)}" for key in leaves})
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def _flatten(data: dict, prefix: str) -> dict[str, Any]:
+    """Nested mappings → dotted leaves; lists and empty mappings are leaves."""
+    leaves = {}
+    for key, value in data.items():
+        where = f"{prefix}.{key}" if prefix else str(key)
+        leaves |= _flatten(value, where) if isinstance(value, dict) and value else {where: value}
+    return leaves
+
+
+def _lines(node: Any, prefix: str) -> dict[str, int]:
+    lines = {}
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else []:
+        where = f"{prefix}.{key.value}" if prefix else str(key.value)
+        lines[where] = key.start_mark.line + 1
+        lines |= _lines(value, where)
+    return lines
+
+
+def parse_overrides(overrides: list[str] | tuple[str, ...], problems: list[Problem]) -> Layer:
+    leaves = {}
+    for item in overrides:
+        key, equals, _ = item.partition("=")
+        if not equals or not _KEY.fullmatch(key):
+            problems.append(Problem(where="command line", value=item, message="is not key=value, e.g. parallel.tp=2"))
+            continue
+        try:
+            leaves |= _flatten(typing.cast(dict, OmegaConf.to_container(OmegaConf.from_dotlist([item]))), "")
+        except (ValueError, AttributeError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
+            problems.append(Problem(where=key, value=item, message=f"cannot be parsed: {first_line(error)}",
+                                    origin="command line"))
+    return Layer(leaves, dict.fromkeys(leaves, "command line"))
+
+
+def choose_includes(base: Layer, command_line: Layer, problems: list[Problem]) -> dict[str, tuple[str, str]]:
+    """Section → (file name, origin), and takes those entries out of the layers."""
+    chosen = {}
+    for layer in (base, command_line):
+        for section in INCLUDED:
+            for key in (section, f"{section}.include"):
+                if key not in layer.leaves:
+                    continue
+                value = layer.leaves.pop(key)
+                if isinstance(value, str):
+                    chosen[section] = (value, layer.origins[key])
+                elif value is None:
+                    chosen.pop(section, None)
+                else:
+                    problems.append(Problem(where=key, value=value, message="must be the name of a file",
+                                            origin=layer.origins[key]))
+    return chosen
+
+
+def included_layer(run_file: Path, section: str, name: tuple[str, str], problems: list[Problem]) -> list[Layer]:
+    value, origin = name
+    folder = INCLUDED[section]
+    if value.endswith((".yaml", ".yml")):
+        candidates = [run_file.parent / value]
+    else:  # a name: the run file's own configs first, then the ones that come with orc
+        candidates = [run_file.resolve().parent.parent / folder / f"{value}.yaml", CONFIGS / folder / f"{value}.yaml"]
+    for candidate in candidates:
+        if os.path.isfile(candidate):  # unlike Path.is_file, False for a name that no file system takes
+            return [read_yaml(candidate, problems, section)]
+    known = sorted({p.stem for c in candidates for p in c.parent.glob("*.yaml")})
+    problems.append(Problem(where=section, value=value, message=f"has no file; {suggest(value, known)}", origin=origin))
+    return []

@@ -1,0 +1,252 @@
+"""Times and sizes that no layout of a part of the space can beat: what lets the search leave the part closed.
+
+Called by the search. Bounds are put together from the cost model's own figures, of which they take fewer: compute
+and the communication of tp, cp and ep, one layer at a time; the pipeline of these alone; reductions and gathers of
+data parallelism behind the compute that may hide them. `price` can only add to them.
+"""
+import functools
+from dataclasses import dataclass
+
+from jobs.spec.parallel import V_SCHEDULES, ZERO_BUBBLE_SCHEDULES, Layout, ParallelDims
+from jobs.spec.training import DTYPE_BYTES
+from orchestrator.planner import constants
+from orchestrator.planner.activations import block_activation_bytes, block_shape
+from orchestrator.planner.compute import chip_of, layer_times, optimizer_s, shape_of
+from orchestrator.planner.links import collective_s, placed_group, send_recv_s
+from orchestrator.planner.question import Question
+from orchestrator.planner.software import OURS
+from orchestrator.planner.space import Pass, Shape, Variant
+from orchestrator.planner.stages import stage_cost
+from orchestrator.planner.timeline import StageTimes, lower_bound_s, pipeline_s
+from orchestrator.planner.weights import ends_params, expert_weights, layer_kinds, layer_weights
+
+ROUNDING = 1 - 1e-9  # bounds add the same figures as prices, in another order
+# Rank r waits for r stages of as many as there are: on the mean half of them, less where the split is uneven.
+MEAN_WAIT = 0.4
+STATE_BYTES = 12  # per parameter: float32 master and two moments, however they are sharded
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How data parallelism treats the weights."""
+
+    dims: ParallelDims
+    zero_stage: int
+    reduce_every_microbatch: bool
+    layers_per_unit: int
+
+
+class Bounds:
+    """Of one question."""
+
+    def __init__(self, question: Question) -> None:
+        self.question, self.model = question, question.model
+        self._chip = chip_of(question.cluster, training=question.training, software=OURS)
+        self._element = DTYPE_BYTES[question.training.param_dtype]
+        kinds = layer_kinds(self.model, 0, self.model.num_layers)
+        self._kind_of = {(self.model.is_moe(layer), self.model.window(layer)): layer for layer, _ in kinds}
+        self._counts = kinds
+        self.layer_s = functools.cache(self._layer_s)
+        self.stage_s = functools.cache(self._stage_s)
+        self.kept_bytes = functools.cache(self._kept_bytes)
+        self._compute_s = functools.cache(self._compute_seconds)
+        self._covers = functools.cache(self._cover_seconds)
+        self._split_stages = functools.cache(self._stages_of)
+        self._weights = functools.cache(self._dense_weights)
+        self._experts = functools.cache(self._expert_weights)
+        self._collectives = functools.cache(self._collective_seconds)
+
+    # -------------------------------------------------------------- time
+    def compute_s(self, shape: Shape, one: Pass) -> float:
+        """Of the step: every microbatch passes every layer, and the busiest of pp ranks has at least its share."""
+        return shape.num_microbatches * self._compute_s(one) / shape.pp * ROUNDING
+
+    def passed_s(self, shape: Shape, one: Pass) -> float:
+        """As compute_s, with what the ranks of a cp × tp group tell each other, and at least one way through."""
+        forward_s, backward_s, weights_s, _ = self._covers(one)
+        through_s = forward_s + backward_s
+        return ROUNDING * max(shape.num_microbatches * through_s / shape.pp, through_s - weights_s)
+
+    def rough_s(self, shape: Shape, variant: Variant, one: Pass) -> float:
+        """Of the step, at a glance: the mean rank's work with the mean rank's wait for the first microbatch, or one
+        microbatch's way through all stages."""
+        forward_s, backward_s, weights_s, ends_s = self._covers(one)
+        split = variant.schedule in ZERO_BUBBLE_SCHEDULES
+        through_s = forward_s + backward_s
+        waits_s = (forward_s if split else through_s) - ends_s
+        fill_s = MEAN_WAIT * max(0.0, waits_s) * (shape.pp - 1) / (shape.pp * variant.virtual_stages)
+        path_s = through_s - (weights_s if split else 0.0)
+        return ROUNDING * max(variant.num_microbatches * through_s / shape.pp + fill_s, path_s)
+
+    def closed_s(self, shape: Shape, variant: Variant, one: Pass) -> float:
+        """Of the step, in closed form: the pipeline filled and drained once."""
+        stages = self._stages(shape, variant, one)
+        return ROUNDING * lower_bound_s(variant.schedule, stages=stages, virtual_stages=variant.virtual_stages,
+                                        num_microbatches=variant.num_microbatches)
+
+    def pipeline_s(self, shape: Shape, variant: Variant, one: Pass) -> float:
+        """Of the step, from the timeline: what data parallelism adds can only lengthen it."""
+        stages = self._stages(shape, variant, one)
+        return ROUNDING * pipeline_s(variant.schedule, stages=stages, virtual_stages=variant.virtual_stages,
+                                     num_microbatches=variant.num_microbatches)
+
+    def data_parallel_s(self, sharding: Sharding, variant: Variant, one: Pass) -> float:
+        """What reductions, gathers and the optimizer add at least on the mean rank: of the step, beyond its pipeline."""
+        dims, m = sharding.dims, variant.num_microbatches
+        reduce_s, gather_s = self._collectives(dims, sharding.layers_per_unit)
+        update_s = optimizer_s(self._weights(dims.tp) / (dims.pp * dims.fsdp), chip=self._chip)
+        update_s += constants.STEP_OVERHEAD_S[self._chip.device]
+        if self.question.cluster.device == "cpu":  # nothing hides
+            every = m if sharding.reduce_every_microbatch else 1
+            passes = 2 * m if sharding.zero_stage == 3 and dims.pp == 1 else 1
+            return ROUNDING * (every * reduce_s + passes * gather_s + update_s)
+        forward_s, backward_s = (seconds / dims.pp for seconds in self._covers(one)[:2])
+        every = m if sharding.reduce_every_microbatch else 1
+        found = every * _beyond(reduce_s, backward_s)
+        if sharding.zero_stage == 3 and dims.pp == 1:
+            found += m * (_beyond(gather_s, forward_s) + _beyond(gather_s, backward_s))
+        else:
+            found += _beyond(gather_s, forward_s)
+        return ROUNDING * (found + update_s)
+
+    def _stages(self, shape: Shape, variant: Variant, one: Pass) -> tuple[StageTimes, ...]:
+        return self._split_stages(one, shape.pp, variant.layers_per_stage)
+
+    def _stages_of(self, one: Pass, pp: int, layers_per_stage: tuple[int, ...]) -> tuple[StageTimes, ...]:
+        send_s = self._send_s(pp, one)
+        last, known, found, start = len(layers_per_stage) - 1, {}, [], 0
+        for stage, layers in enumerate(layers_per_stage):
+            key = (layers, stage == 0, stage == last, start if len(self._counts) > 1 else 0)
+            if key not in known:
+                known[key] = self.stage_s(one, start if len(self._counts) > 1 else 0, *key[:3], send_s)
+            found.append(known[key])
+            start += layers
+        return tuple(found)
+
+    def _stage_s(self, one: Pass, start: int, layers: int, first: bool, last: bool, send_s: float) -> StageTimes:
+        parts = [(count, self.layer_s(one, layer)) for layer, count in layer_kinds(self.model, start, start + layers)]
+        parts += [(1, self.layer_s(one, end)) for end, here in ((-1, first), (-2, last)) if here]
+        forward_s, backward_s, weights_s = (sum(n * part[i] for n, part in parts) for i in range(3))
+        return StageTimes(forward_s=forward_s, backward_s=backward_s, weights_s=weights_s, send_s=send_s)
+
+    def _layer_s(self, one: Pass, layer: int) -> tuple[float, float, float]:
+        """Forward, backward and its part for the weights, of one layer; −1 is the first end of the model, −2 the
+        last. As the middle of three stages, of which only that one is looked at."""
+        if layer >= 0:
+            layer = self._kind_of[self.model.is_moe(layer), self.model.window(layer)]
+        rest = self.model.num_layers - 1 - layer
+        split, stage = {-1: ((0, rest + layer + 1, 0), 0), -2: ((0, rest + layer + 1, 0), 2)}.get(
+            layer, ((layer, 1, rest), 1))
+        dims = ParallelDims(tp=one.tp, cp=one.cp, ep=one.ep, dp_shard=max(1, one.ep // (one.cp * one.tp)), pp=3)
+        layout = self._layout(one, dims, split)
+        cost = stage_cost(self.model, layout, training=self.question.training, cluster=self.question.cluster,
+                          stage=stage, shape=shape_of(layout, seq_len=self.question.training.seq_len), chip=self._chip,
+                          software=OURS)
+        forward_s, backward_s = cost.exposed_forward_s, cost.exposed_backward_s
+        if dims.dp_shard > 1:  # without what the shards among the experts' ranks would tell each other
+            forward_s, backward_s = (sum(t.exposed_s for t in cost.transfers if t.phase == phase and t.axis in
+                                         ("tp", "cp", "ep")) for phase in ("forward", "backward"))
+        return cost.forward_s + forward_s, cost.backward_s + backward_s, cost.weights_s
+
+    def _layout(self, one: Pass, dims: ParallelDims, split: tuple[int, ...]) -> Layout:
+        return Layout(dims=dims, microbatch_size=one.microbatch_size, num_microbatches=1, layers_per_stage=split,
+                      recompute=one.recompute, zero_stage=2, sequence_parallel=one.sequence_parallel,
+                      cp_method=one.cp_method)
+
+    def _compute_seconds(self, one: Pass) -> float:
+        """Of all layers, one microbatch, communication left out."""
+        dims = ParallelDims(tp=one.tp, cp=one.cp, ep=one.ep)
+        shape = shape_of(self._layout(one, dims, (self.model.num_layers,)), seq_len=self.question.training.seq_len)
+        times = [(count, layer_times(self.model, layer, shape=shape, chip=self._chip, software=OURS))
+                 for layer, count in self._counts]
+        return sum(count * (each.forward_s + each.backward_s) for count, each in times)
+
+    def _cover_seconds(self, one: Pass) -> tuple[float, float, float, float]:
+        """Of one microbatch through the whole model: forward, backward, its part for the weights; and both for the
+        ends alone, which no other stage shares."""
+        layers = [(count, self.layer_s(one, layer)) for layer, count in self._counts]
+        ends = [(1, self.layer_s(one, end)) for end in (-1, -2)]
+        forward_s, backward_s, weights_s = (sum(n * part[i] for n, part in (*layers, *ends)) for i in range(3))
+        return forward_s, backward_s, weights_s, sum(part[0] + part[1] for _, part in ends)
+
+    def _send_s(self, pp: int, one: Pass) -> float:
+        """One message over the nearest boundary that there is: stages on neighbouring cp × tp groups of ranks."""
+        if pp == 1:
+            return 0.0
+        dims = ParallelDims(tp=one.tp, cp=one.cp, pp=pp, order=("dp_replicate", "dp_shard", "pp", "cp", "tp"))
+        payload = self._element * one.microbatch_size * (self.question.training.seq_len // one.cp) * self.model.dim
+        payload /= one.tp if one.sequence_parallel else 1
+        return send_recv_s(payload, placed_group(dims, "pp", cluster=self.question.cluster), cluster=self.question.cluster)
+
+    # -------------------------------------------------------------- data parallelism
+    def _dense_weights(self, tp: int) -> int:
+        """Of the whole model but its experts, on one tp rank."""
+        dims = ParallelDims(tp=tp)
+        layers = sum(count * layer_weights(self.model, layer, dims=dims).dense for layer, count in self._counts)
+        return layers + ends_params(self.model, tp=tp, first=True, last=True)
+
+    def _expert_weights(self, tp: int, ep: int) -> float:
+        """Of the experts of all layers that one rank computes with."""
+        return sum(count * expert_weights(self.model, layer, dims=ParallelDims(tp=tp, ep=ep))
+                   for layer, count in self._counts)
+
+    def _collective_seconds(self, dims: ParallelDims, layers_per_unit: int) -> tuple[float, float]:
+        """Reducing all gradients once, and gathering all weights once, on the mean pipeline rank."""
+        cluster = self.question.cluster
+        weights = self._weights(dims.tp) / dims.pp
+        units = max(1.0, self.model.num_layers / dims.pp / layers_per_unit)
+        shards, replicas = (placed_group(dims, axis, cluster=cluster) for axis in ("fsdp", "dp_replicate"))
+        reduced = DTYPE_BYTES[self.question.training.reduce_dtype] * weights / units
+        reduce_s = collective_s("reduce_scatter", reduced, shards, cluster=cluster)
+        reduce_s += collective_s("all_reduce", reduced / dims.fsdp, replicas, cluster=cluster)
+        return units * reduce_s, units * collective_s("all_gather", self._element * weights / units, shards,
+                                                      cluster=cluster)
+
+    # -------------------------------------------------------------- memory
+    def least_bytes(self, shape: Shape, one: Pass) -> float:
+        """That the heaviest rank needs: its share of the states, sharded over all that there are to shard over, one
+        microbatch's activations, and in a pipeline the weights that its forward is computed with."""
+        return self._least_states(shape) + self.kept_bytes(one) / shape.pp
+
+    def held_bytes(self, shape: Shape, variant: Variant, one: Pass) -> float:
+        """As least_bytes, of the first rank, which holds microbatches until the first comes back."""
+        if shape.pp == 1 or variant.schedule in V_SCHEDULES:
+            return self.least_bytes(shape, one)
+        pp, m, chunks = shape.pp, variant.num_microbatches, variant.virtual_stages
+        per_round = m // max(1, m // pp)
+        ahead = {"gpipe": chunks * m, "1f1b": pp, "interleaved_1f1b": (chunks - 1) * per_round + 2 * (pp - 1) + 1,
+                 "interleaved_zero_bubble": (chunks - 1) * per_round + pp}[variant.schedule]
+        layers = min(variant.layers_per_stage[::pp])  # of the first rank's stages, the shortest
+        kept = self.kept_bytes(one) / self.model.num_layers if len(self._counts) == 1 else self._lightest_layer(one)
+        return self._least_states(shape) + min(ahead, chunks * m) * layers * kept
+
+    def _least_states(self, shape: Shape) -> float:
+        dense, experts = self._weights(shape.tp) / shape.pp, self._experts(shape.tp, shape.ep) / shape.pp
+        computed = self._element * (dense + experts) if shape.pp > 1 and self._element < 4 else 0.0
+        ranks = shape.dp * shape.cp
+        return STATE_BYTES * (dense / ranks + experts * shape.ep / (ranks * shape.tp)) + computed
+
+    def _lightest_layer(self, one: Pass) -> float:
+        return min(self._kept_by_kind(one).values())
+
+    def _kept_bytes(self, one: Pass) -> float:
+        """Activations of all layers, one microbatch."""
+        return sum(count * self._kept_by_kind(one)[layer] for layer, count in self._counts)
+
+    def _kept_by_kind(self, one: Pass) -> dict[int, float]:
+        dims = ParallelDims(tp=one.tp, cp=one.cp, ep=one.ep)
+        found = {}
+        for layer, _ in self._counts:
+            block = block_shape(self.model, microbatch_size=one.microbatch_size, layer=layer, dims=dims,
+                                seq_len=self.question.training.seq_len // one.cp, element_bytes=self._element,
+                                device=self.question.cluster.device)
+            found[layer] = block_activation_bytes(block, tp=one.tp, sequence_parallel=one.sequence_parallel,
+                                                  recompute=one.recompute)
+        return found
+
+
+def _beyond(told_s: float, cover_s: float) -> float:
+    """What communication costs behind compute: the part that sticks out, and what the hidden part slows."""
+    hidden_s = min(told_s, cover_s)
+    return told_s - hidden_s + (constants.OVERLAP_SLOWDOWN - 1) * hidden_s
+

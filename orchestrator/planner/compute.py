@@ -1,0 +1,244 @@
+"""Seconds that one rank computes: matmuls by shape, attention, memory-bound kernels, launches, optimizer.
+
+Called by the cost model per kind of layer. A matmul runs at the chip's measured ceiling, less what its tiles leave
+idle; everything else moves bytes. It knows shapes and the chip; communication and schedules are elsewhere.
+"""
+import functools
+import math
+from dataclasses import dataclass
+
+from jobs.spec.counts import layer_attention_flops_per_token, num_ffn_matrices
+from jobs.spec.model import ModelSpec
+from jobs.spec.parallel import Layout
+from jobs.spec.training import DTYPE_BYTES, TrainingSpec
+from orchestrator.cluster import ClusterSpec
+from orchestrator.planner import constants
+from orchestrator.planner.software import Software
+
+# Output tiles that matmul libraries choose among, and their rate against the largest, which moves the least data.
+TILES = ((256, 128, 1.0), (128, 128, 0.95), (64, 128, 0.80))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chip:
+    """What one rank computes with."""
+
+    device: str
+    matmul_flops: float  # sustained, of linear maps
+    half_flops: float  # sustained, of attention and of the output projection: never below 16 bits
+    memory_bytes_s: float
+    multiprocessors: int
+    element: int  # bytes of an activation
+    casts: bool  # linear maps in fp8 or fp4 cast their inputs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """One microbatch as one rank sees it. Hashable: a layer of a shape is computed once."""
+
+    tokens: int  # microbatch_size · seq_len / cp
+    seq_len: int
+    tp: int
+    ep: int
+    sequence_split: int  # tp under sequence parallelism, else 1
+    recompute: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTimes:
+    """Seconds of one layer, or of a model's end, for one microbatch."""
+
+    forward_s: float
+    inputs_s: float  # backward of its inputs
+    weights_s: float  # backward of its weights
+    again_s: float = 0.0  # recomputed before the backward
+    attention_s: float = 0.0  # forward attention alone: what a ring of keys and values hides behind
+
+    @property
+    def backward_s(self) -> float:
+        return self.inputs_s + self.weights_s + self.again_s
+
+
+def chip_of(cluster: ClusterSpec, *, training: TrainingSpec, software: Software) -> Chip:
+    """The rates of one rank of the cluster under this software."""
+    dtype = software.matmul_dtype or training.param_dtype
+    half = training.param_dtype if training.param_dtype == "float32" else "bfloat16"
+
+    def sustained(name: str) -> float:
+        return cluster.peak(name) * 1e12 * cluster.matmul_ceiling * constants.SUSTAINED_MATMUL[name]
+
+    return Chip(device=cluster.device, matmul_flops=sustained(dtype), half_flops=sustained(half),
+                memory_bytes_s=cluster.hbm_gb_s * 1e9 * constants.MEMORY_EFFICIENCY,
+                multiprocessors=cluster.hardware.multiprocessors, element=DTYPE_BYTES[training.param_dtype],
+                casts=dtype in ("float8", "float4"))
+
+
+def shape_of(layout: Layout, *, seq_len: int) -> Shape:
+    dims = layout.dims
+    return Shape(tokens=max(1, layout.microbatch_size * seq_len // dims.cp), seq_len=seq_len, tp=dims.tp, ep=dims.ep,
+                 sequence_split=dims.tp if layout.sequence_parallel else 1, recompute=layout.recompute)
+
+
+def tiled_s(m: int, n: int, k: int, *, flops: float, multiprocessors: int) -> float:
+    """Seconds of a matmul [m, k] × [k, n] at a sustained rate of `flops`: its output is cut into tiles, the last round
+    of tiles leaves multiprocessors idle, the last tile of a side is not full, and each round starts and ends once."""
+    best = math.inf
+    for rows, columns, rate in TILES:
+        for tile_m, tile_n in ((rows, columns), (columns, rows)):
+            rounds = math.ceil(math.ceil(m / tile_m) * math.ceil(n / tile_n) / multiprocessors)
+            tile_s = 2.0 * tile_m * tile_n * k * multiprocessors / (flops * rate)
+            best = min(best, rounds * (tile_s + constants.TILE_OVERHEAD_S))
+    return best
+
+
+@functools.lru_cache(maxsize=65536)
+def matmul_s(m: int, n: int, k: int, *, flops: float, chip: Chip) -> float:
+    """Seconds of one matmul at a sustained rate of `flops`: bound by arithmetic or by memory."""
+    moved_s = chip.element * (m * k + k * n + m * n) / chip.memory_bytes_s
+    if chip.device == "cpu":
+        return max(2.0 * m * n * k / flops, moved_s)
+    return max(tiled_s(m, n, k, flops=flops, multiprocessors=chip.multiprocessors), moved_s)
+
+
+@functools.lru_cache(maxsize=16384)
+def layer_times(model: ModelSpec, layer: int, *, shape: Shape, chip: Chip, software: Software) -> LayerTimes:
+    """One decoder layer. `layer` picks dense or experts, local or global attention."""
+    maps = _linear_maps(model, layer, shape=shape)
+    flops = chip.matmul_flops
+    forward = sum(count * matmul_s(m, n, k, flops=flops, chip=chip) for m, n, k, count in maps)
+    inputs = sum(count * matmul_s(m, k, n, flops=flops, chip=chip) for m, n, k, count in maps)
+    weights = sum(count * matmul_s(k, n, m, flops=flops, chip=chip) for m, n, k, count in maps)
+    attention, attention_back = _attention_s(model, layer, shape=shape, chip=chip, software=software)
+    streamed = shape.tokens * _streamed_bytes(model, layer, shape=shape, chip=chip, software=software)
+    stream = streamed / chip.memory_bytes_s
+    cast = 0.0
+    if chip.casts:
+        cast = constants.CAST_BYTES * sum(m * k * count for m, _, k, count in maps) / chip.memory_bytes_s
+    forward_s = _with_launches(forward + attention + stream + cast, chip=chip, software=software, passes=1)
+    inputs_s = inputs + attention_back + constants.BACKWARD_TRAFFIC * stream + cast
+    backward_s = _with_launches(inputs_s + weights, chip=chip, software=software, passes=2)
+    return LayerTimes(forward_s=forward_s, inputs_s=backward_s - weights, weights_s=weights, attention_s=attention,
+                      again_s=_again_s(shape, software, forward_s=forward_s, attention=attention, stream=stream))
+
+
+def _again_s(shape: Shape, software: Software, *, forward_s: float, attention: float, stream: float) -> float:
+    if shape.recompute == "full":
+        return forward_s
+    if shape.recompute == "none":
+        return 0.0
+    # keeping the outputs of matmuls and of attention, only what lies between is repeated; repeating attention alone,
+    # a fused kernel has nothing to save and is left as it is
+    if software.selective_keeps_matmuls:
+        return stream
+    return 0.0 if software.flash_attention else attention
+
+
+def _linear_maps(model: ModelSpec, layer: int, *, shape: Shape) -> list[tuple[int, int, int, float]]:
+    """(m, n, k, how many) of the matmuls of one layer on one rank."""
+    t, tp = shape.tokens, shape.tp
+    maps = _attention_maps(model, t, tp)
+    gates = num_ffn_matrices(model) - 1
+    if not model.is_moe(layer):
+        return maps + [(t, gates * _share(model.ffn_dim, tp), model.dim, 1), (t, model.dim, _share(model.ffn_dim, tp), 1)]
+    moe = model.moe
+    # experts live on ep ranks; where ep covers tp they are whole and see the tokens of their sequence shard
+    whole = shape.ep % tp == 0
+    local = max(1, moe.num_experts // (shape.ep if whole else max(1, shape.ep)))
+    routed = max(1, t * moe.top_k // (tp if whole else 1) // local)  # tokens per expert, balanced
+    ffn = moe.ffn_dim if whole else _share(moe.ffn_dim, tp)
+    maps += [(routed, gates * ffn, model.dim, local), (routed, model.dim, ffn, local),
+             (t // shape.sequence_split or 1, moe.num_experts, model.dim, 1)]
+    if moe.num_shared_experts:
+        shared = _share(moe.num_shared_experts * moe.ffn_dim, tp)
+        maps += [(t, gates * shared, model.dim, 1), (t, model.dim, shared, 1)]
+    return maps
+
+
+def _attention_maps(model: ModelSpec, t: int, tp: int) -> list[tuple[int, int, int, float]]:
+    if model.mla is None:
+        q, kv = model.num_heads * model.head_size, model.num_kv_heads * model.head_size
+        return [(t, _share(q + 2 * kv, tp), model.dim, 1), (t, model.dim, _share(q, tp), 1)]
+    mla, heads = model.mla, _share(model.num_heads, tp)
+    queries = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+    q = [(t, queries, model.dim, 1)] if mla.q_lora_rank is None else [
+        (t, mla.q_lora_rank, model.dim, 1), (t, queries, mla.q_lora_rank, 1)]
+    return q + [(t, mla.kv_lora_rank + mla.qk_rope_head_dim, model.dim, 1),
+                (t, heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank, 1),
+                (t, model.dim, heads * mla.v_head_dim, 1)]
+
+
+def _share(size: int, parts: int) -> int:
+    return max(1, -(-size // parts))
+
+
+def _attention_s(model: ModelSpec, layer: int, *, shape: Shape, chip: Chip,
+                 software: Software) -> tuple[float, float]:
+    """Forward and backward of QKᵀ, softmax and AV for one microbatch."""
+    flash = software.flash_attention
+    per_token = layer_attention_flops_per_token(model, layer, seq_len=shape.seq_len,
+                                                convention="causal" if flash else "full") / 3
+    flops = shape.tokens * per_token / shape.tp
+    if flash:
+        forward = flops / (chip.half_flops * constants.FLASH_FORWARD)
+        return forward, constants.FLASH_BACKWARD_FLOPS * flops / (chip.half_flops * constants.FLASH_BACKWARD)
+    window = min(shape.seq_len, model.window(layer) or shape.seq_len)
+    scores = shape.tokens * window * model.num_heads / shape.tp
+    traffic = constants.UNFUSED_SCORE_BYTES * chip.element / 2 * scores / chip.memory_bytes_s
+    matmuls = flops / (chip.half_flops * constants.UNFUSED_MATMUL)
+    return matmuls + traffic, 2 * matmuls + traffic
+
+
+def _streamed_bytes(model: ModelSpec, layer: int, *, shape: Shape, chip: Chip, software: Software) -> float:
+    """Memory traffic per token of one layer's forward outside matmuls and attention."""
+    element, heads = chip.element, model.num_heads + model.num_kv_heads
+    if software.fused_kernels:  # each norm and residual reads and writes its operands once
+        norms, rotary, gate = 10 * element * model.dim, 2 * element * heads * model.head_size, 3
+    else:
+        # two norms of about six passes, two sums of three; rotary positions in float32: four half products (12 bytes
+        # per element), two half sums (12), cat (8), cast (6); silu and product apart
+        eager = constants.EAGER_TRAFFIC
+        norms, rotary, gate = eager * 18 * element * model.dim, eager * 38 * heads * model.head_size, eager * 5
+    if model.positions == "learned":
+        rotary = 0
+    if model.ffn == "gelu":
+        gate = 2
+    if software.dropout:
+        norms += (4 * element + 2) * model.dim
+    if model.post_norms:
+        norms *= 1.5
+    ffn = model.ffn_dim
+    if model.is_moe(layer):
+        moe = model.moe
+        ffn = (moe.top_k + moe.num_shared_experts) * moe.ffn_dim
+        norms += 4 * element * moe.top_k * model.dim  # tokens are put in the order of experts, and back
+    return norms / shape.sequence_split + (rotary + gate * element * ffn) / shape.tp
+
+
+def _with_launches(seconds: float, *, chip: Chip, software: Software, passes: int) -> float:
+    kernels = constants.BLOCK_KERNELS["fused" if software.fused_kernels else "eager"]
+    launches_s = passes * kernels * constants.LAUNCH_S[chip.device]
+    return max(seconds, launches_s) if chip.device == "cuda" else seconds + launches_s
+
+
+@functools.lru_cache(maxsize=4096)
+def head_times(model: ModelSpec, *, shape: Shape, chip: Chip) -> LayerTimes:
+    """Final norm, output projection and loss of one microbatch. The projection is never below 16 bits; its float32
+    logits are read and written about once per pass of the loss."""
+    vocabulary = _share(model.vocab_size, shape.tp)
+    logits = 8.0 * shape.tokens * vocabulary / chip.memory_bytes_s
+    m, n, k = shape.tokens, vocabulary, model.dim
+    return LayerTimes(forward_s=matmul_s(m, n, k, flops=chip.half_flops, chip=chip) + logits,
+                      inputs_s=matmul_s(m, k, n, flops=chip.half_flops, chip=chip) + logits,
+                      weights_s=matmul_s(k, n, m, flops=chip.half_flops, chip=chip))
+
+
+@functools.lru_cache(maxsize=4096)
+def embedding_times(model: ModelSpec, *, shape: Shape, chip: Chip) -> LayerTimes:
+    """Look-up, and the sum into the table's gradient."""
+    moved = chip.element * shape.tokens * model.dim / shape.sequence_split / chip.memory_bytes_s
+    return LayerTimes(forward_s=2 * moved, inputs_s=0.0, weights_s=4 * moved)
+
+
+def optimizer_s(params: float, *, chip: Chip) -> float:
+    """AdamW over `params` parameters of this rank: bound by memory."""
+    return params * constants.ADAM_TRAFFIC_BYTES / chip.memory_bytes_s

@@ -1,0 +1,53 @@
+"""The few constants of the cost model that no data sheet gives, each with the rows it was fitted on.
+
+Read by compute, communication and cost. Everything else is a count, a shape, or a figure of jobs.spec.hardware.
+Rows are named by their group in the table of published runs; `orc validate` prints fitted and unfitted groups apart.
+"""
+
+FITTED_GROUPS = ("vtrain-multi-18.4b", "megatron21-t1", "megatron21-t2", "foundry-a100_80gb", "mcore-llama3", "fms-fsdp")
+
+# ------------------------------------------------------------------ matmuls
+# Share of the best measured GEMM (GpuSpec.matmul_efficiency) that large matmuls sustain in a training step: they run
+# back to back and at the power limit.
+SUSTAINED_MATMUL = {"float32": 0.70, "bfloat16": 0.90, "float16": 0.90, "float8": 0.95, "float4": 0.90}
+# A round of output tiles is begun and ended once, however short its k: so faster chips need longer k.
+TILE_OVERHEAD_S = 5.8e-6
+
+# ------------------------------------------------------------------ attention
+# Fused attention against the sustained matmul rate of 16 bits: FlashAttention-2 reaches 190 of 271 TFLOP/s on A100,
+# ~550 of 790 on H100 (arXiv:2307.08691, arXiv:2407.08608); its backward a fifth less.
+FLASH_FORWARD, FLASH_BACKWARD = 0.50, 0.40
+FLASH_BACKWARD_FLOPS = 2.5  # it computes the scores again: 5 matmuls against the forward's 2
+# Unfused: bytes per score and head moved by scale, mask, softmax and dropout in 16 bits, forward; backward as much.
+UNFUSED_SCORE_BYTES = 12.4
+UNFUSED_MATMUL = 0.55  # batched matmuls over a head's 64–128 channels, against the sustained rate
+
+# ------------------------------------------------------------------ memory-bound kernels
+MEMORY_EFFICIENCY = 0.85  # of the published bandwidth, streaming
+BACKWARD_TRAFFIC = 1.7  # of memory-bound kernels, against the forward's
+EAGER_TRAFFIC = 1.85  # of kernels that are not fused, against the passes counted in compute
+CAST_BYTES = 5.0  # per element of a linear map's input under fp8: read, write, and its transpose for the backward
+ADAM_TRAFFIC_BYTES = 40  # per parameter: clip (read, scale), read weight, gradient, m, v, write weight, m, v
+
+# ------------------------------------------------------------------ launches
+# Kernels of one block, and what starting one costs: on a GPU they hide while the kernels are longer.
+BLOCK_KERNELS = {"eager": 30, "fused": 14}  # forward; the backward has twice as many
+LAUNCH_S = {"cuda": 6e-6, "cpu": 20e-6}
+STEP_OVERHEAD_S = {"cuda": 0.010, "cpu": 0.0}  # data, logging, loss scale, clipping: host work between steps
+
+# ------------------------------------------------------------------ links
+# Bus bandwidth of large collectives over the link's published rate: 8×A100 235/300, 8×H200 368/450 with rings
+# (482/450 with NVLS), 4×8 B200 at 1 GiB 362 of 400 between nodes.
+INTRA_NODE_EFFICIENCY = 0.80
+INTER_NODE_EFFICIENCY = 0.80
+# A message from one rank to one other uses one channel, not all rings.
+SEND_EFFICIENCY = 0.60
+
+# Network ports of a node that one collective of 2021's NCCL kept busy; and of a ZeRO-3 that fetches one parameter at a
+# time (DeepSpeed). Later ones use a port per rank.
+PORTS_OF_2021, PORTS_BY_PARAMETER = 1.7, 0.75
+
+# ------------------------------------------------------------------ overlap
+OVERLAP_SLOWDOWN = 1.126  # both sides of an overlap, as Galvatron profiles it
+HIDDEN_TENSOR_PARALLEL = 0.6  # of tp's time, where the trainer overlaps it
+HIDDEN_EXPERTS = 0.8  # of ep's time, where the trainer overlaps it

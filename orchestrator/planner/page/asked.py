@@ -1,0 +1,67 @@
+"""Asked: the question that a plan answers, kept so that the page can ask it again with one thing changed.
+
+Made from the run's config by the page's entry; read by every section that prices more than the plan holds.
+"""
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from jobs.spec.model import AttentionConvention
+from jobs.spec.parallel import Layout
+from orchestrator.config import RunConfig
+from orchestrator.planner.cost import Priced, price, step_timeline
+from orchestrator.planner.question import Question
+from orchestrator.planner.refusals import question_problems
+from orchestrator.planner.search import Search
+from orchestrator.planner.timeline import Timeline
+
+# What a layout does with its degrees, beside them
+DETAILS = ("schedule", "virtual_stages", "recompute", "sequence_parallel", "zero_stage", "layers_per_unit",
+           "reduce_every_microbatch", "cp_method")
+DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "microbatch_size", "num_microbatches", "num_nodes")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    question: Question
+    headroom: float
+    mfu_convention: AttentionConvention
+
+    def price(self, layout: Layout) -> Priced:
+        return price(self.question.model, layout, training=self.question.training, cluster=self.question.cluster,
+                     headroom=self.headroom, convention=self.mfu_convention)
+
+    def timeline(self, layout: Layout) -> Timeline:
+        return step_timeline(self.question.model, layout, training=self.question.training,
+                             cluster=self.question.cluster)
+
+    def wishing(self, **wishes: Any) -> "Asked":
+        """The same with other wishes about the layout: fields of ParallelRequest."""
+        request = dataclasses.replace(self.question.request, **wishes)
+        return self.varied(request=request)
+
+    def varied(self, **changes: Any) -> "Asked":
+        """The same with other fields of the question: another model, training, cluster, number of nodes."""
+        return dataclasses.replace(self, question=dataclasses.replace(self.question, **changes))
+
+    def without_wishes(self) -> "Asked":
+        """Every degree free, whatever the user fixed."""
+        return self.wishing(**dict.fromkeys(DEGREES, "auto"), layers_per_stage="auto")
+
+    def in_detail_like(self, layout: Layout) -> "Asked":
+        """Degrees as they are wished for, everything else as in `layout`: a much smaller space."""
+        return self.wishing(**{name: getattr(layout, name) for name in DETAILS}, mesh_order=list(layout.dims.order))
+
+    def search(self) -> Search | str:
+        """A search for the answer, or why there is none."""
+        if problems := question_problems(self.question):
+            return str(problems[0])
+        return Search(self.question, headroom=self.headroom, convention=self.mfu_convention)
+
+
+def asked_of(config: RunConfig) -> Asked:
+    """The question of a run that has a model and a training."""
+    question = Question(model=config.model, training=config.training, cluster=config.cluster, request=config.parallel,
+                        num_nodes=config.cluster.num_nodes - config.placement.spares,
+                        allow_tp_across_nodes=config.placement.allow_tp_across_nodes)
+    return Asked(question=question, headroom=config.memory.headroom, mfu_convention=config.mfu_convention)

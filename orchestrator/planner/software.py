@@ -1,0 +1,33 @@
+"""Software facts that change what a layout costs: precision of matmuls, kernels, what overlaps, how states are kept.
+
+Read by the cost model. The planner plans for our own trainer, OURS; validation describes the trainers of published
+runs in the same terms. It knows no layout and no hardware.
+"""
+from dataclasses import dataclass
+from typing import Literal
+
+MatmulDtype = Literal["float32", "bfloat16", "float16", "float8", "float4"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Software:
+    """How a trainer computes. The defaults are our own trainer's."""
+
+    matmul_dtype: MatmulDtype | None = None  # of the layers' linear maps; None: training.param_dtype
+    flash_attention: bool = True  # False: the s×s scores go through memory, masked half and all
+    fused_kernels: bool = False  # compiled or hand-fused: norms, rotary, gate and residuals in one pass each
+    fused_loss: bool = False  # logits once in 16 bits and once in float32, gradients in place
+    dropout: bool = False  # behind attention and feed-forward, with its masks kept
+    selective_keeps_matmuls: bool = True  # selective recompute keeps every matmul's output; False: repeats attention only
+    regathers_inputs: bool = False  # sequence parallelism gathers the projections' inputs again in the backward
+    # 16-bit weights and their gradients are kept whole beside float32 masters (Megatron, ZeRO-1 and 2);
+    # False: the float32 masters are the parameters, and 16-bit copies exist while they are gathered (FSDP2)
+    keeps_half_weights: bool = False
+    gradient_bytes: int = 4  # per parameter, while they accumulate, where keeps_half_weights
+    overlaps_gradients: bool = True  # data-parallel reductions run behind the backward
+    overlaps_tensor_parallel: bool = False  # collectives of tp cut up and run behind the matmuls they feed
+    overlaps_experts: bool = False  # all-to-all of one microbatch runs behind the compute of another
+    ports: float | None = None  # network ports of a node that one collective keeps busy at most; None: one per rank
+
+
+OURS = Software()

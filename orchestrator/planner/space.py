@@ -1,0 +1,376 @@
+"""The space of layouts, from coarse to fine: shape → variant → layout. Every legal layout comes out exactly once.
+
+Called by the search, which bounds the coarse parts before it opens them, and by tests, which open everything.
+Legality is that of rules.py; memory and time are not known here.
+"""
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jobs.spec import support
+from jobs.spec.load import Problem
+from jobs.spec.parallel import MESH_ORDER, VIRTUAL_STAGES, CpMethod, Layout, ParallelDims, Recompute, Schedule
+from orchestrator.config import CHOICES
+from orchestrator.planner import rules
+from orchestrator.planner.communication import axis_group
+from orchestrator.planner.plan import Refusal
+from orchestrator.planner.question import WORLD_AXES, Question, divisors
+from orchestrator.planner.uneven import stage_splits
+
+# Orders that keep tp, and around it cp, on neighbouring GPUs: what is outermost tolerates the slowest link.
+ORDERS = (MESH_ORDER, ("pp", "dp_replicate", "dp_shard", "cp", "tp"), ("dp_replicate", "dp_shard", "pp", "cp", "tp"))
+UNITS = (1, 2, 4)  # layers that FSDP gathers together
+MOST_VIRTUAL_STAGES = 16
+LEAST_CHUNK = {"cuda": 128, "cpu": 8}  # tokens of one of the two chunks of the sequence that a cp rank holds
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The degrees that decide how much a rank computes, and in which portions."""
+
+    world_size: int
+    tp: int
+    cp: int
+    pp: int
+    ep: int
+    dp: int
+    microbatch_size: int
+    num_microbatches: int  # the least that hold the batch
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """How pipeline ranks share the layers and order their work."""
+
+    schedule: Schedule
+    virtual_stages: int
+    num_microbatches: int
+    layers_per_stage: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """How one microbatch passes one cp × tp group of ranks."""
+
+    tp: int
+    cp: int
+    ep: int
+    microbatch_size: int
+    recompute: Recompute
+    sequence_parallel: bool
+    cp_method: CpMethod
+
+
+class Ledger:
+    """Counts what each rule refused and keeps its first problem."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self.examples: dict[str, Problem] = {}
+
+    def refuse(self, rule: str, problems: list[Problem]) -> bool:
+        if problems:
+            self.counts[rule] = self.counts.get(rule, 0) + 1
+            self.examples.setdefault(rule, problems[0])
+        return bool(problems)
+
+    def refusals(self) -> tuple[Refusal, ...]:
+        return tuple(Refusal(rule=rule, count=count, example=str(self.examples[rule]))
+                     for rule, count in sorted(self.counts.items(), key=lambda item: -item[1]))
+
+
+class Space:
+    """All legal layouts of one question."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self.ledger = Ledger()
+        self.orders = _orders(question)
+        self._schedules = functools.cache(self._schedules_of)
+        self._splits = functools.cache(self._splits_of)
+        self._dims = functools.cache(self._dims_of)
+        self._shardings = functools.cache(self._shardings_of)
+        self._sequence_splits = functools.cache(self._sequence_splits_of)
+        self._variants = functools.cache(self._variants_of)
+        self._variants_times_shardings = functools.cache(self._count_variants)
+        self._options = {name: self._choices(name) for name in CHOICES}
+
+    # -------------------------------------------------------------- shapes
+    def shapes(self) -> Iterator[Shape]:
+        """Degrees whose product is the ranks of a number of nodes, with every microbatch size worth trying."""
+        for nodes in node_counts(self.question):
+            yield from self._shapes_on(nodes * self.question.cluster.gpus_per_node)
+
+    def _shapes_on(self, world: int) -> Iterator[Shape]:
+        question, refuse = self.question, self.ledger.refuse
+        for tp in self._degrees("tp", world):
+            if refuse("tp", rules.tp_problems(tp, question)):
+                continue
+            for cp in self._cps(tp, world):
+                if refuse("cp", rules.cp_problems(cp, tp, question)):
+                    continue
+                for pp in self._degrees("pp", world // (tp * cp)):
+                    if refuse("pp", rules.pp_problems(pp, question)):
+                        continue
+                    dp = world // (tp * cp * pp)
+                    if not self._dp_possible(dp):
+                        continue  # not of this world: the request asks for something else
+                    if refuse("global_batch_size", rules.batch_problems(dp, 1, question)):
+                        continue
+                    for ep in self._eps(dp, cp, tp):
+                        yield from self._batchings(world, tp, cp, pp, ep, dp)
+
+    def _cps(self, tp: int, world: int) -> list[int]:
+        """Without a wish none that leaves attention less than a tile: such a chunk computes no faster than a whole one."""
+        degrees = self._degrees("cp", world // tp)
+        if self.question.request.options("cp") is not None:
+            return degrees
+        least = LEAST_CHUNK[self.question.cluster.device]
+        return [cp for cp in degrees if cp == 1 or self.question.training.seq_len >= 2 * cp * least]
+
+    def _dp_possible(self, dp: int) -> bool:
+        shards, replicas = self.question.request.options("dp_shard"), self.question.request.options("dp_replicate")
+        return any(shards is None or dp // replicate in shards
+                   for replicate in (replicas or divisors(dp)) if dp % replicate == 0)
+
+    def _eps(self, dp: int, cp: int, tp: int) -> Iterator[int]:
+        for ep in self._degrees("ep", dp * cp * tp):
+            if not (self.ledger.refuse("ep", rules.ep_problems(ep, self.question))
+                    or self.ledger.refuse("ep", rules.ep_group_problems(ep, dp_shard=dp, cp=cp, tp=tp))):
+                yield ep
+
+    def _batchings(self, world: int, tp: int, cp: int, pp: int, ep: int, dp: int) -> Iterator[Shape]:
+        batch = self.question.training.global_batch_size
+        for size in self._microbatch_sizes(dp):
+            if not self.ledger.refuse("microbatch_size", rules.batch_problems(dp, size, self.question)):
+                yield Shape(world, tp, cp, pp, ep, dp, size, -(-batch // (dp * size)))
+
+    def _microbatch_sizes(self, dp: int) -> tuple[int, ...]:
+        asked = self.question.request.options("microbatch_size")
+        return asked if asked is not None else _sizes(self.question.training.global_batch_size, dp,
+                                                      self.question.request.uneven_batch)
+
+    # -------------------------------------------------------------- variants
+    def variants(self, shape: Shape, recompute: Recompute) -> tuple[Variant, ...]:
+        """Schedules, stages and splits that the shape can run."""
+        return self._variants(shape.pp, shape.num_microbatches, shape.dp, shape.microbatch_size, recompute)
+
+    def _variants_of(self, pp: int, least: int, dp: int, microbatch_size: int, recompute: Recompute) -> tuple[Variant, ...]:
+        return tuple(Variant(schedule, virtual_stages, count, split)
+                     for schedule, virtual_stages, count in self._schedules(pp, least, dp, microbatch_size)
+                     for split in self._splits(pp, virtual_stages, recompute))
+
+    @property
+    def recomputes(self) -> tuple[Recompute, ...]:
+        return self._options["recompute"]
+
+    def _schedules_of(self, pp: int, least: int, dp: int, microbatch_size: int) -> tuple[tuple[Schedule, int, int], ...]:
+        """Schedule, virtual stages and number of microbatches that go together."""
+        question, found = self.question, []
+        names = self._options["schedule"]
+        if pp == 1:  # there is nothing to schedule: any name would do
+            names = ("1f1b",) if "1f1b" in names else names[:1]
+        for schedule in names:
+            for virtual_stages in self._virtual_stages(schedule, pp):
+                if self.ledger.refuse("virtual_stages", rules.stages_problems(schedule, virtual_stages, pp, question)):
+                    continue
+                for count in self._counts(schedule, pp, least):
+                    if not (self.ledger.refuse("num_microbatches", rules.count_problems(
+                                count, _rounded(least, schedule, pp), dp, microbatch_size, question))
+                            or self.ledger.refuse("schedule", rules.schedule_problems(schedule, count, pp, dp, question))):
+                        found.append((schedule, virtual_stages, count))
+        return tuple(found)
+
+    def _virtual_stages(self, schedule: Schedule, pp: int) -> tuple[int, ...]:
+        least, most = VIRTUAL_STAGES[schedule] if pp > 1 else (1, 1)
+        asked = self.question.request.options("virtual_stages")
+        if asked is not None:
+            return asked
+        layers = self.question.model.num_layers
+        top = min(most or MOST_VIRTUAL_STAGES, MOST_VIRTUAL_STAGES, layers // pp)
+        # even chunks, with the ends as layers or without; powers of two; one layer per stage
+        return tuple(v for v in range(least, top + 1) if most or v & (v - 1) == 0 or layers % (pp * v) == 0
+                     or (layers + 2) % (pp * v) == 0 or v == layers // pp) or (least,)
+
+    def _counts(self, schedule: Schedule, pp: int, least: int) -> tuple[int, ...]:
+        asked = self.question.request.options("num_microbatches")
+        if asked is not None:
+            return asked
+        return (_rounded(least, schedule, pp) if self.question.request.uneven_batch else least,)
+
+    def _splits_of(self, pp: int, virtual_stages: int, recompute: Recompute) -> tuple[tuple[int, ...], ...]:
+        question, written = self.question, self.question.request.layers_per_stage
+        if written == "auto":
+            return stage_splits(question.model, num_stages=pp * virtual_stages, seq_len=question.training.seq_len,
+                                recompute=recompute)
+        if self.ledger.refuse("layers_per_stage", rules.split_problems(tuple(written), pp, virtual_stages, question)):
+            return ()
+        return (tuple(written),)
+
+    # -------------------------------------------------------------- layouts
+    def passes(self, shape: Shape) -> Iterator[Pass]:
+        """How one microbatch passes: what is kept of it, and how tp and cp share it."""
+        for recompute, split, method in itertools.product(self.recomputes, self._sequence_splits(shape.tp, shape.cp),
+                                                          self._methods(shape.cp)):
+            yield Pass(shape.tp, shape.cp, shape.ep, shape.microbatch_size, recompute, split, method)
+
+    def layouts(self, shape: Shape, variant: Variant, one: Pass) -> Iterator[Layout]:
+        """Everything that is left to choose: how data parallelism shards the weights."""
+        for dims in self._dims(shape.dp, shape.tp, shape.cp, shape.pp, shape.ep):
+            for zero, unit, each in self._shardings_for(dims, variant):
+                layout = self.layout(shape, variant, one, dims=dims, zero_stage=zero, layers_per_unit=unit,
+                                     reduce_every_microbatch=each)
+                if not (self.question.trainable and support.layout_problems(layout)):
+                    yield layout
+
+    @staticmethod
+    def layout(shape: Shape, variant: Variant, one: Pass, **rest: Any) -> Layout:
+        return Layout(microbatch_size=shape.microbatch_size, num_microbatches=variant.num_microbatches,
+                      layers_per_stage=variant.layers_per_stage, schedule=variant.schedule,
+                      virtual_stages=variant.virtual_stages, recompute=one.recompute,
+                      sequence_parallel=one.sequence_parallel, cp_method=one.cp_method, **rest)
+
+    def count(self) -> int:
+        """How many layouts are legal, without opening them one by one."""
+        total = 0
+        for shape in self.shapes():
+            dims = self._dims(shape.dp, shape.tp, shape.cp, shape.pp, shape.ep)
+            ways = len(self._sequence_splits(shape.tp, shape.cp)) * len(self._methods(shape.cp))
+            for example in (next((d for d in dims if d.fsdp > 1), None), next((d for d in dims if d.fsdp == 1), None)):
+                if example is not None:
+                    alike = sum((d.fsdp > 1) == (example.fsdp > 1) for d in dims)
+                    total += ways * alike * self._variants_times_shardings(
+                        example.fsdp > 1, shape.pp, shape.num_microbatches, shape.dp, shape.microbatch_size)
+        return total
+
+    def _count_variants(self, sharded: bool, pp: int, least: int, dp: int, microbatch_size: int) -> int:
+        return sum(len(self._shardings(sharded, pp, variant.schedule, variant.num_microbatches > 1,
+                                       max(variant.layers_per_stage)))
+                   for recompute in self.recomputes
+                   for variant in self._variants(pp, least, dp, microbatch_size, recompute))
+
+    def several_dims(self) -> bool:
+        """Whether degrees are left to choose."""
+        shapes = {(shape.dp, shape.tp, shape.cp, shape.pp, shape.ep) for shape in self.shapes()}
+        return len(shapes) > 1 or any(len({dims.dp_shard for dims in self._dims(*shape)}) > 1 for shape in shapes)
+
+    def _dims_of(self, dp: int, tp: int, cp: int, pp: int, ep: int) -> tuple[ParallelDims, ...]:
+        question, request = self.question, self.question.request
+        replicas, shards = request.options("dp_replicate"), request.options("dp_shard")
+        found: list[ParallelDims] = []
+        for dp_shard in divisors(dp):
+            dp_replicate = dp // dp_shard
+            if (shards is not None and dp_shard not in shards) or (replicas is not None and dp_replicate not in replicas):
+                continue
+            if (self.ledger.refuse("dp_shard", rules.shard_problems(dp_shard, tp, question))
+                    or rules.ep_group_problems(ep, dp_shard=dp_shard, cp=cp, tp=tp)):
+                continue
+            seen = set()
+            for order in self.orders:
+                if ep > 1 and request.mesh_order == "auto" and not _experts_together(order):
+                    continue
+                dims = ParallelDims(dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp, pp=pp, ep=ep, order=order)
+                links = tuple(axis_group(dims, axis, gpus_per_node=question.cluster.gpus_per_node)
+                              for axis in WORLD_AXES)
+                if links not in seen:  # an order that crosses the same links costs the same
+                    seen.add(links)
+                    found.append(dims)
+        return tuple(found)
+
+    def _shardings_for(self, dims: ParallelDims, variant: Variant) -> tuple[tuple[int, int, bool], ...]:
+        return self._shardings(dims.fsdp > 1, dims.pp, variant.schedule, variant.num_microbatches > 1,
+                               max(variant.layers_per_stage))
+
+    def _shardings_of(self, sharded: bool, pp: int, schedule: Schedule, several: bool,
+                      most_layers: int) -> tuple[tuple[int, int, bool], ...]:
+        """ZeRO stage, layers per unit, whether gradients are reduced every microbatch. Where a choice makes no
+        difference, its first value stands for all."""
+        asked_units = self.question.request.options("layers_per_unit")
+        zeros = [z for z in self._options["zero_stage"] if not (sharded and self.ledger.refuse(
+            "zero_stage", rules.zero_problems(schedule, z, pp)))]
+        units = asked_units or tuple(u for u in UNITS if u <= most_layers)
+        return tuple((zero, unit, each)
+                     for zero in (zeros if sharded else zeros[:1])
+                     for unit in (units if sharded else units[:1])
+                     for each in self._reductions(sharded and several and zero > 1))
+
+    def _sequence_splits_of(self, tp: int, cp: int) -> tuple[bool, ...]:
+        """Sequence parallelism saves memory at the same bytes: without a wish, wherever the sequence divides."""
+        asked = self.question.request.options("sequence_parallel")
+        divides = self.question.training.seq_len % ((2 * cp if cp > 1 else 1) * tp) == 0
+        if tp == 1:
+            return (asked or (True,))[:1]
+        if asked is None:
+            return (divides,)
+        return tuple(split for split in asked if divides or not split)
+
+    def _methods(self, cp: int) -> tuple[CpMethod, ...]:
+        return self._options["cp_method"] if cp > 1 else self._options["cp_method"][:1]
+
+    def _reductions(self, free: bool) -> tuple[bool, ...]:
+        options = self._options["reduce_every_microbatch"]
+        return options if free else options[:1]
+
+    # -------------------------------------------------------------- options
+    def _degrees(self, axis: str, most: int) -> list[int]:
+        asked = self.question.request.options(axis)
+        top = support.DEGREES.get(axis) if self.question.trainable else None
+        return [d for d in divisors(most) if (asked is None or d in asked) and (top is None or d <= top)]
+
+    def _choices(self, name: str) -> tuple[Any, ...]:
+        asked = self.question.request.options(name)
+        every = DEFAULT_FIRST.get(name, CHOICES[name]) if asked is None else asked
+        trained = support.LAYOUTS.get(name) if self.question.trainable else None
+        return tuple(one for one in every if trained is None or one in trained)
+
+
+# The value that stands for all where a choice makes no difference comes first.
+DEFAULT_FIRST = {"zero_stage": (3, 2, 1), "reduce_every_microbatch": (False, True)}
+
+
+def node_counts(question: Question) -> tuple[int, ...]:
+    """How many of the nodes to train on: all, or the largest multiples of what pipelines and tp × cp groups come in."""
+    asked = question.request.options("num_nodes")
+    if asked is not None:
+        return tuple(n for n in asked if n <= question.num_nodes)
+    steps = [2 ** k for k in range(question.num_nodes.bit_length())]
+    return tuple(sorted({question.num_nodes // step * step for step in steps}, reverse=True))
+
+
+@functools.lru_cache(maxsize=4096)
+def _sizes(batch: int, dp: int, uneven: bool) -> tuple[int, ...]:
+    """Microbatch sizes worth trying: of those that need as many microbatches, the smallest."""
+    share = -(-batch // dp)
+    if not uneven:
+        return tuple(divisors(batch // dp)) if batch % dp == 0 else ()
+    sizes = {*divisors(share), *(2 ** k for k in range(share.bit_length()))}
+    smallest: dict[int, int] = {}
+    for size in sorted(sizes):
+        smallest.setdefault(-(-batch // (dp * size)), size)
+    return tuple(smallest.values())
+
+
+def _rounded(least: int, schedule: Schedule, pp: int) -> int:
+    multiple = rules.microbatch_multiple(schedule, pp)
+    return -(-least // multiple) * multiple
+
+
+def _orders(question: Question) -> tuple[tuple[str, ...], ...]:
+    asked = question.request.mesh_order
+    return ORDERS if asked == "auto" else (tuple(asked),)
+
+
+def _experts_together(order: tuple[str, ...]) -> bool:
+    """ep is carved out of dp_shard × cp × tp, which must then be neighbours."""
+    return order[-3:] == ("dp_shard", "cp", "tp")
+
+
+def every_layout(question: Question) -> Iterator[Layout]:
+    """All legal layouts, opened to the last detail: for small spaces."""
+    space = Space(question)
+    for shape in space.shapes():
+        for one in space.passes(shape):
+            for variant in space.variants(shape, one.recompute):
+                yield from space.layouts(shape, variant, one)

@@ -1,0 +1,93 @@
+"""How many parameters a rank of a pipeline stage holds, before data parallelism shards them.
+
+Called by memory, communication and cost. Experts are counted apart: another group of ranks shares them.
+"""
+import functools
+from dataclasses import dataclass
+
+from jobs.spec.counts import (attention_bias_params, attention_matmul_params, attention_norm_params, embedding_params,
+                              expert_params, ffn_params, layer_norm_params, norm_params, position_params,
+                              router_params, shared_expert_params)
+from jobs.spec.model import ModelSpec
+from jobs.spec.parallel import Layout, ParallelDims
+from orchestrator.planner.links import expert_split
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Parameters on one tp rank."""
+
+    dense: int
+    experts: int = 0  # of the experts that this rank's ep coordinate holds
+
+    def __add__(self, other: "Weights") -> "Weights":
+        return Weights(self.dense + other.dense, self.experts + other.experts)
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
+
+
+def block_params(model: ModelSpec, *, tp: int, layer: int = 0) -> int:
+    """Of one block on one tp rank, its routed experts left out: projections are split, norms, routers and the latents'
+    way down (MLA) are whole."""
+    whole = layer_norm_params(model) + attention_norm_params(model)
+    split = attention_matmul_params(model) + attention_bias_params(model)
+    if model.bias and model.mla is None:
+        whole, split = whole + model.dim, split - model.dim  # the bias behind the partial sums
+    if model.mla is not None:
+        latents = model.dim * (model.mla.kv_lora_rank + model.mla.qk_rope_head_dim + (model.mla.q_lora_rank or 0))
+        whole, split = whole + latents, split - latents
+    if model.is_moe(layer):
+        return whole + router_params(model) + (split + shared_expert_params(model)) // tp
+    bias = model.dim if model.bias else 0
+    return whole + bias + (split + ffn_params(model) - bias) // tp
+
+
+def expert_weights(model: ModelSpec, layer: int, *, dims: ParallelDims) -> int:
+    """Of one layer's routed experts on one rank."""
+    if not model.is_moe(layer):
+        return 0
+    return model.moe.num_experts * expert_params(model) // dims.ep // expert_split(dims)[0]
+
+
+def ends_params(model: ModelSpec, *, tp: int, first: bool, last: bool) -> int:
+    """Of the embedding and of the final norm with the output projection, split over the vocabulary.
+
+    A tied projection is one tensor where both ends are on the same stage, else a copy on each.
+    """
+    table = embedding_params(model) // tp
+    shared = first and last and model.tie_embeddings
+    begin = table + position_params(model) if first else 0
+    return begin + (norm_params(model) + (0 if shared else table) if last else 0)
+
+
+def layer_weights(model: ModelSpec, layer: int, *, dims: ParallelDims) -> Weights:
+    return Weights(block_params(model, tp=dims.tp, layer=layer), expert_weights(model, layer, dims=dims))
+
+
+def stage_weights(model: ModelSpec, layout: Layout, stage: int) -> Weights:
+    """Of one pipeline stage (a chunk of layers; the first and the last with the model's ends)."""
+    dims, last = layout.dims, layout.num_stages - 1
+    start = sum(layout.layers_per_stage[:stage])
+    found = Weights(ends_params(model, tp=dims.tp, first=stage == 0, last=stage == last))
+    for layer, count in layer_kinds(model, start, start + layout.layers_per_stage[stage]):
+        one = layer_weights(model, layer, dims=dims)
+        found += Weights(count * one.dense, count * one.experts)
+    return found
+
+
+@functools.lru_cache(maxsize=4096)  # asked several times for one layout
+def rank_weights(model: ModelSpec, layout: Layout, pp_rank: int) -> Weights:
+    """Of all stages of a pipeline rank. A V holds both ends of the model, and with them both copies of a tied table."""
+    return sum((stage_weights(model, layout, stage) for stage in layout.stages(pp_rank)), start=Weights(0))
+
+
+def layer_kinds(model: ModelSpec, start: int, stop: int) -> list[tuple[int, int]]:
+    """(a layer, how many are like it) of the layers from start to stop: dense or experts, local or global."""
+    if model.moe is None and model.sliding_window is None:
+        return [(start, stop - start)] if stop > start else []
+    counts: dict[tuple, list[int]] = {}
+    for layer in range(start, stop):
+        counts.setdefault((model.is_moe(layer), model.window(layer)), []).append(layer)
+    return [(layers[0], len(layers)) for layers in counts.values()]
