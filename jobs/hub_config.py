@@ -52,15 +52,16 @@ def _loss_rate(spec: ModelSpec) -> float:
 def _gemma(spec: ModelSpec, *, seq_len: int) -> dict[str, Any]:
     kinds = ["full_attention" if spec.window(i) is None else "sliding_attention" for i in range(spec.num_layers)]
     scale = spec.head_size**-0.5 if spec.attention_scale is None else spec.attention_scale
-    return {"hidden_activation": "gelu_pytorch_tanh", "head_dim": spec.head_size, "query_pre_attn_scalar": scale**-2,
+    return {"hidden_activation": "gelu_pytorch_tanh", "head_dim": spec.head_size,
+            "query_pre_attn_scalar": round(scale**-2),
             "sliding_window": spec.sliding_window or seq_len, "layer_types": kinds,
             "attn_logit_softcapping": spec.attention_softcap, "final_logit_softcapping": spec.output_softcap}
 
 
 def _latent(spec: ModelSpec) -> dict[str, Any]:
     mla = spec.mla
-    return {"q_lora_rank": mla.q_lora_rank, "kv_lora_rank": mla.kv_lora_rank, "qk_nope_head_dim": mla.qk_nope_head_dim,
-            "qk_rope_head_dim": mla.qk_rope_head_dim, "v_head_dim": mla.v_head_dim}
+    return {"q_lora_rank": mla.q_lora_rank, "kv_lora_rank": mla.kv_lora_rank, "v_head_dim": mla.v_head_dim,
+            "qk_nope_head_dim": mla.qk_nope_head_dim, "qk_rope_head_dim": mla.qk_rope_head_dim}
 
 
 def _mixture(spec: ModelSpec) -> dict[str, Any]:

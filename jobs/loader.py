@@ -84,7 +84,8 @@ class Loader:
             raise SpecError(problems)
 
     def batch(self, data_cursor: int) -> tuple[Tensor, Tensor]:
-        """(inputs, targets), int64 [len(slots), this rank's part of seq_len] on the device, for the batch number `data_cursor` (from 0)."""
+        """(inputs, targets), int64 [len(slots), this rank's part of seq_len] on the device, for the batch number
+        `data_cursor` (from 0)."""
         if self._ahead is not None and self._ahead[0] == data_cursor:
             inputs, targets = self._ahead[1].result()
         else:

@@ -39,8 +39,8 @@ GRANTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of ModelSpec, o
     "mixtral": (_LLAMA, _PLAIN_MOE | {"normalize_weights": True, "first_layer": 0}),
     "qwen3_moe": (_LLAMA, _PLAIN_MOE),
     "deepseek_v3": (_LLAMA | {"bias": False, "qk_norm": False}, {"score": "sigmoid", "balance": "bias"}),
-    "gemma2": (_LLAMA | {"ffn": "geglu", "post_norms": True, "norm_offset": True, "embedding_scale": True, "bias": False,
-                         "qk_norm": False, "moe": None}, {}),
+    "gemma2": (_LLAMA | {"ffn": "geglu", "post_norms": True, "norm_offset": True, "embedding_scale": True,
+                         "bias": False, "qk_norm": False, "moe": None}, {}),
 }
 _FREE = {"gemma2": ("attention_scale", "attention_softcap", "output_softcap", "sliding_window")}
 
@@ -63,8 +63,12 @@ def hub_problems(spec: ModelSpec) -> list[str]:
     wanted = [("model", spec, {k: v for k, v in model.items() if k not in _FREE.get(name, ())})]
     if spec.moe is not None:
         wanted.append(("model.moe", spec.moe, moe))
-    return [f"{where}.{field}: {getattr(owner, field)} is not what Hugging Face's {name} computes: {value}"
-            for where, owner, fields in wanted for field, value in fields.items() if getattr(owner, field) != value]
+    problems = [f"{where}.{field}: {getattr(owner, field)} is not what Hugging Face's {name} computes: {value}"
+                for where, owner, fields in wanted for field, value in fields.items() if getattr(owner, field) != value]
+    scale = spec.attention_scale
+    if name == "gemma2" and scale is not None and abs(scale**-2 - round(scale**-2)) > 1e-6 * scale**-2:
+        problems.append(f"model.attention_scale: {scale} is not 1/√n of a whole n, as Hugging Face's {name} has it")
+    return problems
 
 
 def hub_name(name: str, spec: ModelSpec, *, expert: int | None = None) -> str:

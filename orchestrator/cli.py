@@ -3,6 +3,7 @@
 The only file that sees everything above it. Exit codes: 0 done, 1 the run failed, 2 refused input,
 3 stopped before its end.
 """
+import dataclasses
 import json
 import os
 import signal
@@ -20,9 +21,14 @@ from orchestrator.load import Loaded, load_traced, read_stored
 from orchestrator.monitoring.history import HistoryError
 from orchestrator.monitoring.status import render_report, render_status, write_report
 from orchestrator.monitoring.summary import summary_json
-from orchestrator.planner import Plan, plan, plan_json
+from orchestrator.export import export
+from orchestrator.foreign import read_request
+from orchestrator.planner import Plan, plan_json
+from orchestrator.planner.explain import diff
 from orchestrator.planner.page import write_page
 from orchestrator.planner.show import show_plan
+from orchestrator.planner.show_explain import axes_table, diff_table, show_explained, untrained_note
+from orchestrator.planning import (explained, explained_json, make_plan, read_plan, runnable, winner_of, with_axes)
 from orchestrator.submission import Executor, SubmissionError
 from orchestrator.submission.assemble import assemble_request
 from orchestrator.submission.local import LocalExecutor
@@ -54,19 +60,53 @@ def orc() -> None:
 
 
 @app.command("plan")
-def plan_command(run_file: RunFile, overrides: Overrides = EMPTY, as_json: Json = False, html: Html = None) -> None:
-    """Choose the layout, with its predicted cost, and say why the others lost."""
+def plan_command(run_file: RunFile, overrides: Overrides = EMPTY, as_json: Json = False, html: Html = None,
+                 explain: Annotated[str | None, typer.Option(metavar="KEY=VALUE,…", help="any layout beside the winner, "
+                                                             "e.g. tp=16,pp=2")] = None,
+                 other: Annotated[Path | None, typer.Option("--from", metavar="FILE", help="take the degrees of an "
+                                                            "Accelerate or Axolotl YAML")] = None,
+                 against: Annotated[Path | None, typer.Option("--diff", metavar="PLAN.json", help="RUN is a plan.json "
+                                                              "too: what changes from RUN to this one")] = None,
+                 axes: Annotated[bool, typer.Option(help="search each axis without and with it")] = True) -> None:
+    """Choose the layout, with its predicted cost, and say why the others lost.
+
+    Everything is searched; what of the winner this version does not train is said, with what `orc run` would take."""
+    if against is not None:
+        plans = read_plan(run_file), read_plan(against)
+        console.print(diff_table(diff(*plans), names=(run_file.name, against.name)), highlight=False)
+        return
     loaded = load_traced(run_file, overrides)
-    made = make_plan(loaded)
+    if other is not None:
+        request = read_request(other, request=loaded.config.parallel)
+        loaded = dataclasses.replace(loaded, config=dataclasses.replace(loaded.config, parallel=request))
+    made = make_plan(loaded, trainable=False)
     if made is None:
         raise SystemExit("this run has a `command:`: it lays itself out, there is nothing to plan")
+    config = loaded.config
+    beside = explained(explain, made, config) if explain is not None else None
+    if axes and beside is None:
+        made = with_axes(made, config)
     if as_json:
-        print(json.dumps(plan_json(made), indent=1))
+        print(json.dumps(plan_json(made) | ({"explained": explained_json(beside)} if beside else {}), indent=1))
+    elif beside is not None:
+        show_plan(made, console, brief=True)
+        show_explained(beside, winner_of(made, config), console)
     else:
         show_plan(made, console)
+        console.print(axes_table(made.axes) if made.axes else "", highlight=False)
+    if made.untrained and not as_json:
+        console.print(untrained_note(made, *runnable(loaded)))
     if html is not None:
-        write_page(html, made, loaded.config)
+        with console.status("pricing variations for the page"):
+            write_page(html, made, loaded.config)
         print(f"wrote {html}", file=sys.stderr)
+
+
+@app.command("export")
+def export_command(plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, or a run's directory")],
+                   to: Annotated[str, typer.Option(help="accelerate, axolotl, torchtitan or megatron")]) -> None:
+    """A plan in another trainer's own terms, on standard output."""
+    print(export(read_plan(plan_file), to=to), end="")
 
 
 @app.command("validate")
@@ -86,7 +126,7 @@ def run(run_file: RunFile, overrides: Overrides = EMPTY,
         detach: Annotated[bool, typer.Option("--detach", "-d", help="do not follow")] = False) -> None:
     """Plan, submit and follow to the end. Ctrl-C stops the run; `orc resume` continues it."""
     loaded = load_traced(run_file, overrides)
-    config, made = loaded.config, make_plan(loaded)
+    config, made = loaded.config, make_plan(loaded, trainable=True)
     if made is not None:
         show_plan(made, console, brief=True)
     job_id = start(config, made, follow=not detach)
@@ -99,7 +139,7 @@ def submit(run_file: RunFile, overrides: Overrides = EMPTY,
            dry_run: Annotated[bool, typer.Option("--dry-run", help="print the exact script, submit nothing")] = False) -> None:
     """Plan and submit one job; `orc status` follows."""
     loaded = load_traced(run_file, overrides)
-    config, made = loaded.config, make_plan(loaded)
+    config, made = loaded.config, make_plan(loaded, trainable=True)
     if dry_run:
         print(executor_for(config).preview(assemble_request(config), config.run_dir), end="")
         return
@@ -163,19 +203,6 @@ def logs(name: RunName, root: Root = Path("runs"),
     path = find_run(name, root).log(attempt=attempt, rank=rank, node=node)
     say(str(path))
     sys.stdout.write("".join(path.read_text(errors="replace").splitlines(keepends=True)[-lines:]))
-
-
-def make_plan(loaded: Loaded) -> Plan | None:
-    """None for a `command:`. Raises SpecError, each problem with the place its value was written at."""
-    config = loaded.config
-    if config.command is not None:
-        return None
-    try:
-        return plan(config.model, training=config.training, cluster=config.cluster, request=config.parallel,
-                    headroom=config.memory.headroom, allow_tp_across_nodes=config.placement.allow_tp_across_nodes,
-                    num_nodes=config.cluster.num_nodes - config.placement.spares, mfu_convention=config.mfu_convention)
-    except SpecError as refused:
-        raise SpecError(loaded.with_origins(refused.problems)) from refused
 
 
 def start(config: RunConfig, made: Plan | None, *, follow: bool) -> str:

@@ -197,7 +197,7 @@ def request_value_problems(request: ParallelRequest) -> list[Problem]:
 
 
 def _check_weights(config: RunConfig) -> list[Problem]:
-    folder = config.training.initial_weights
+    folder = config.training and config.training.initial_weights
     if folder is None or os.path.isdir(folder):
         return []
     return [Problem(where="training.initial_weights", value=folder, message="is not a folder; give one of safetensors "

@@ -73,8 +73,8 @@ def _idle(layout: Layout, name: str) -> bool:
 
 # ------------------------------------------------------------------ Hugging Face
 def _accelerate(plan: Plan) -> str:
-    """`accelerate launch --config_file`; 1.15. The transformer layers that FSDP wraps are those that the model itself
-    names as not to be split."""
+    """`accelerate launch --config_file`, as of 1.15, which refuses keys that it does not know: what belongs into the
+    script is a comment. The layers that FSDP wraps are those that the model itself names as not to be split."""
     layout, job = plan.layout, plan.job
     dims = layout.dims
     parallelism: dict[str, Any] = {
@@ -82,7 +82,9 @@ def _accelerate(plan: Plan) -> str:
         "parallelism_config_tp_size": dims.tp, "parallelism_config_cp_size": dims.cp}
     if dims.cp > 1:
         parallelism["parallelism_config_cp_comm_strategy"] = "allgather" if layout.cp_method == "allgather" else "alltoall"
-    return _yaml({
+    batch = (f"# in the script: {layout.microbatch_size} sequences of {job.seq_len} tokens per rank, "
+             f"Accelerator(gradient_accumulation_steps={layout.num_microbatches})\n")
+    return batch + _yaml({
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP",
         "mixed_precision": _mixed(job.param_dtype),
@@ -90,12 +92,10 @@ def _accelerate(plan: Plan) -> str:
         "num_processes": dims.world_size,
         "machine_rank": 0,
         "main_training_function": "main",
-        "gradient_accumulation_steps": layout.num_microbatches,
         "fsdp_config": {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
                         "fsdp_reshard_after_forward": layout.reshard_after_forward,
                         "fsdp_activation_checkpointing": layout.recompute == "full", "fsdp_offload_params": False,
                         "fsdp_cpu_ram_efficient_loading": True, "fsdp_state_dict_type": "SHARDED_STATE_DICT"},
-        "use_parallelism_config": True,
         "parallelism_config": parallelism,
     })
 

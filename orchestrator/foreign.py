@@ -66,8 +66,6 @@ def _accelerate(data: dict[str, Any], problems: list[Problem]) -> dict[str, Any]
                                 "Ulysses sequence parallelism, which is neither planned nor trained here; try 1 and cp_size"))
     if "cp_comm_strategy" in sizes and wishes.get("cp", 1) > 1:
         wishes["cp_method"] = _method(sizes["cp_comm_strategy"], f"parallelism_config.{PREFIX}cp_comm_strategy", problems)
-    if isinstance(data.get("gradient_accumulation_steps"), int):
-        wishes["num_microbatches"] = data["gradient_accumulation_steps"]
     fsdp = {key.removeprefix("fsdp_"): value for key, value in (data.get("fsdp_config") or {}).items()}
     return wishes | _fsdp(fsdp, "fsdp_config.fsdp_", problems, sharded=wishes.get("dp_shard", 1) * wishes.get("cp", 1) > 1)
 

@@ -13,6 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from jobs.model.chunked import capped_attention, windowed_attention
 from jobs.model.layers import Norm
 from jobs.model.places import Places
 from jobs.spec.model import ModelSpec
@@ -69,30 +70,13 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, kind: AttentionKind) ->
     another head size."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     if kind.softcap is not None:
-        return _softcapped_attention(q, k, v, kind=kind).transpose(1, 2)
-    grouped = q.shape[1] != k.shape[1]
-    if kind.window is None or kind.window >= q.shape[2]:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=kind.scale, enable_gqa=grouped)
+        out = capped_attention(q, k, v, scale=kind.scale, softcap=kind.softcap, window=kind.window)
+    elif kind.window is None or kind.window >= q.shape[2]:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=kind.scale,
+                                             enable_gqa=q.shape[1] != k.shape[1])
     else:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=_visible(q.shape[2], kind.window, device=q.device),
-                                             scale=kind.scale, enable_gqa=grouped)
+        out = windowed_attention(q, k, v, scale=kind.scale, window=kind.window)
     return out.transpose(1, 2)
-
-
-def _softcapped_attention(q: Tensor, k: Tensor, v: Tensor, *, kind: AttentionKind) -> Tensor:
-    """Written out, because no fused kernel caps scores: keeps the seq × seq scores. [batch, heads, seq, head size]"""
-    groups = q.shape[1] // k.shape[1]
-    q = q.unflatten(1, (k.shape[1], groups))  # [batch, kv heads, groups, seq, head size]
-    scores = q @ k.transpose(-1, -2)[:, :, None] * kind.scale
-    scores = kind.softcap * torch.tanh(scores / kind.softcap)
-    scores = scores.masked_fill(~_visible(q.shape[-2], kind.window, device=q.device), -torch.inf)
-    return (scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype) @ v[:, :, None]).flatten(1, 2)
-
-
-def _visible(seq_len: int, window: int | None, *, device: torch.device) -> Tensor:
-    """Bool [seq_len, seq_len]: which keys (columns) a query (row) sees."""
-    causal = torch.ones(seq_len, seq_len, dtype=torch.bool, device=device).tril()
-    return causal if window is None else causal.triu(1 - window)
 
 
 class Attention(nn.Module):

@@ -24,8 +24,8 @@ def initial_slice(name: str, shape: tuple[int, ...], *, sizes: tuple[int, ...], 
     """The box of `sizes` at `offsets` of a parameter's initial value: float32 on the CPU."""
     if len(shape) == 3:  # one matrix per expert: rows of one tall matrix
         flat = (shape[0] * shape[1], shape[2])
-        matrices = [initial_slice(name, flat, sizes=sizes[1:], offsets=(i * shape[1] + offsets[1], offsets[2]), spec=spec,
-                                  seed=seed) for i in range(offsets[0], offsets[0] + sizes[0])]
+        matrices = [initial_slice(name, flat, sizes=sizes[1:], offsets=(i * shape[1] + offsets[1], offsets[2]),
+                                  spec=spec, seed=seed) for i in range(offsets[0], offsets[0] + sizes[0])]
         return torch.stack(matrices)
     values = initial_rows(name, shape, rows=range(offsets[0], offsets[0] + sizes[0]), spec=spec, seed=seed)
     for dim in range(1, len(shape)):

@@ -8,7 +8,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from jobs.model.places import Tokens, keep
+from jobs.model.places import Tokens, dropped
 from jobs.spec.model import ModelSpec
 
 
@@ -81,5 +81,5 @@ class Dropout(nn.Module):
     def forward(self, x: Tensor, tokens: Tokens | None) -> Tensor:
         if self.p == 0 or tokens is None or tokens.keys is None:
             return x
-        kept = keep(tokens.keys, site=self.site, size=x.shape[-1], p=self.p)
-        return x.masked_fill(~kept, 0.0) / (1 - self.p)
+        gone = dropped(tokens.keys, site=self.site, size=x.shape[-1], p=self.p)
+        return x.masked_fill(gone, 0.0).mul_(1 / (1 - self.p))

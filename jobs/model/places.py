@@ -14,7 +14,6 @@ from torch import Tensor
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _FIRST = 0xBF58476D1CE4E5B9 - 2**64
 _SECOND = 0x94D049BB133111EB - 2**64
-_BITS = 24  # of a random number: all that float32 could tell apart
 
 
 class Places:
@@ -58,20 +57,20 @@ def sequence_keys(slots: Tensor, *, seed: int, step: int) -> Tensor:
     return mix(mix(torch.full_like(slots, seed)) + step) ^ mix(slots)
 
 
-def keep(keys: Tensor, *, site: int, size: int, p: float) -> Tensor:
-    """Bool [..., size]: true with probability 1 − p, a function of (key, site, index) alone."""
+def dropped(keys: Tensor, *, site: int, size: int, p: float) -> Tensor:
+    """Bool [..., size]: true with probability p, a function of (key, site, index) alone."""
     numbers = mix(mix(keys ^ site)[..., None] + torch.arange(size, device=keys.device))
-    return _shift(numbers, 64 - _BITS) >= round(p * 2**_BITS)
+    return numbers < round(p * 2**64) - 2**63  # signed, uniform over all 64 bits
 
 
 def mix(x: Tensor) -> Tensor:
     """splitmix64 (Steele, Lea & Flood, OOPSLA 2014): every input bit reaches every output bit. int64 → int64"""
-    x = x + _GOLDEN
-    x = (x ^ _shift(x, 30)) * _FIRST
-    x = (x ^ _shift(x, 27)) * _SECOND
-    return x ^ _shift(x, 31)
+    x = x + _GOLDEN  # the only copy: the masks of dropout are as large as the activations
+    x = x.bitwise_xor_(_shift(x, 30)).mul_(_FIRST)
+    x = x.bitwise_xor_(_shift(x, 27)).mul_(_SECOND)
+    return x.bitwise_xor_(_shift(x, 31))
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
     """Right, filling with zeros: torch's own shift repeats the sign."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)

@@ -31,7 +31,7 @@ from jobs.parallel.tensor import (apply_tensor_parallel, partial_parameters, red
 from jobs.parallel.vocab import vocab_parallel_cross_entropy
 from jobs.spec.model import ModelSpec
 from jobs.spec.parallel import Layout
-from jobs.spec.support import layout_problems
+from jobs.spec.support import layout_problems, model_problems
 from jobs.spec.training import TrainingSpec
 from jobs.weights import HubWeights
 
@@ -175,10 +175,13 @@ def _build_part(spec: ModelSpec, *, mesh: DeviceMesh, expert_mesh: DeviceMesh | 
 
 def _refuse(spec: ModelSpec, *, layout: Layout, training: TrainingSpec) -> None:
     dims = layout.dims
-    problems = [str(problem) for problem in layout_problems(layout)]
+    problems = [str(problem) for problem in (*layout_problems(layout), *model_problems(spec))]
+    if spec.positions == "learned" and training.seq_len > spec.max_positions:
+        problems.append(f"training.seq_len: {training.seq_len} is above model.max_positions={spec.max_positions}, the "
+                        "rows of its learned positions")
     if dims.cp > 1 and training.seq_len % (2 * dims.cp):
-        problems.append(f"training.seq_len: {training.seq_len} is not divisible by 2·cp={2 * dims.cp}, the equal chunks "
-                        "of a sequence")
+        problems.append(f"training.seq_len: {training.seq_len} is not divisible by 2·cp={2 * dims.cp}, the equal "
+                        "chunks of a sequence")
     if len(layout.layers_per_stage) != layout.num_stages or sum(layout.layers_per_stage) != spec.num_layers:
         problems.append(f"layers_per_stage: {layout.layers_per_stage} does not split {spec.num_layers} layers over "
                         f"pp={dims.pp} stages" + f" × {layout.virtual_stages}" * (layout.virtual_stages > 1))

@@ -1,8 +1,8 @@
 """Attention over one block of keys after the other, forward and backward.
 
 Used by jobs.parallel.context; knows no group. Results of blocks are put together from their log-sum-exp
-(arXiv:1805.02867; as a backward pass without stored scores: arXiv:2205.14135). Shapes: q, out [batch, heads, queries, d];
-k, v [batch, kv heads, keys, d or another size for v]; lse [batch, heads, queries], float32.
+(arXiv:1805.02867; as a backward pass without stored scores: arXiv:2205.14135). Shapes: q, out
+[batch, heads, queries, d]; k, v [batch, kv heads, keys, d or another size for v]; lse [batch, heads, queries], float32.
 """
 from dataclasses import dataclass
 

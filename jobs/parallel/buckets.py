@@ -10,7 +10,7 @@ rounded up to a multiple of fsdp = dp_shard·cp:
 
     op               axis           bytes    when
     reduce_scatter   fsdp           G        as soon as the last microbatch's backward has left the unit
-    all_reduce       dp_replicate   G/fsdp   when the next unit's reduction starts, or at the end of backward
+    all_reduce       dp_replicate   G/fsdp   behind it: when the next unit's reduction starts, or at the end
     all_gather       fsdp           P        after the update, waited for where the unit is used next
 """
 from dataclasses import dataclass
@@ -45,6 +45,10 @@ class Master:
             self.parameter = weight
         else:
             self.parameter = nn.Parameter(self.wrap(self.local))
+
+    def wrap_gradient(self, local: Tensor) -> Tensor:
+        """As `wrap`. DTensor.from_local goes through autograd and checks the mesh: 6% of a small model's step."""
+        return local if self._mesh is None else DTensor(local, self.parameter._spec, requires_grad=False)
 
     def wrap(self, local: Tensor) -> Tensor:
         """`local` as a tensor of the weight's global shape; itself where nothing is spread over ranks."""
@@ -84,6 +88,7 @@ class _Bucket:
         self.numel = sum(master.numel for master in masters)
         self.waiting = 0  # backward passes of its weights still to come in this step
         self.reduced: Tensor | None = None  # this rank's part of the sum, flat
+        self.to_replicate = False  # still to be summed over replicas
         self.gathered: Tensor | None = None  # [fsdp, numel]
         self.work: list[dist.Work] = []
 
@@ -122,8 +127,7 @@ class Buckets:
     """Whole weights of this rank's model parts, reduced bucket by bucket while backward goes on.
 
     `units`: in the order of forward, of one or several model parts; a weight belongs to the first unit that has it.
-    `num_backwards`: backward passes
-    per step, after the last of which a weight's gradient is complete.
+    `num_backwards`: backward passes per step, after the last of which a weight's gradient is complete.
     """
 
     def __init__(self, units: list[Unit], *, num_backwards: int, reduce_dtype: torch.dtype) -> None:
@@ -181,7 +185,7 @@ class Buckets:
             at = 0
             for master in bucket.masters:
                 grad = reduced[at:at + master.local.numel()].view_as(master.local)
-                master.parameter.grad = master.wrap(grad)
+                master.parameter.grad = master.wrap_gradient(grad)
                 at += master.numel
         self._begin()
 
@@ -195,8 +199,10 @@ class Buckets:
         flat = torch.empty(num_shards, bucket.numel, dtype=self._reduce_dtype, device=bucket.masters[0].whole.device)
         with torch.no_grad():  # each gradient in num_shards blocks of rows, the last padded: row r goes to shard r
             torch._chunk_cat([self._take(master) for master in bucket.masters], 0, num_shards, out=flat)
+        bucket.to_replicate = bucket.replicas.size() > 1
         if num_shards == 1:
             bucket.reduced = flat.view(-1)
+            self._replicate(bucket)
         else:
             bucket.reduced = flat.new_empty(bucket.numel)
             bucket.work.append(dist.reduce_scatter_single(bucket.reduced, flat.view(-1),
@@ -204,7 +210,8 @@ class Buckets:
 
     def _replicate(self, bucket: _Bucket) -> None:
         """The second half of a reduction: its result is summed over replicas."""
-        if bucket.replicas.size() > 1:
+        if bucket.to_replicate:
+            bucket.to_replicate = False
             bucket.wait()
             bucket.work.append(dist.all_reduce(bucket.reduced, group=bucket.replicas.get_group(), async_op=True))
 

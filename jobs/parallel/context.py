@@ -50,7 +50,7 @@ class _Positions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContextAttention:
-    """An `Attention.inner`: q, k, v [batch, seq/cp, heads, head size] of this rank's chunks → its part of the output."""
+    """An `Attention.inner`: q, k, v [batch, seq/cp, heads, head size] of this rank's chunks → their output."""
 
     kind: AttentionKind
     group: dist.ProcessGroup

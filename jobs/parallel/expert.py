@@ -132,7 +132,8 @@ def dispatch(x: Tensor, chosen: Tensor, experts: Experts, *, group: dist.Process
     sent, received = torch.stack((counts.view(ranks, mine).sum(dim=1), theirs.sum(dim=1))).tolist()
     arrived = _AllToAll.apply(spread(x, order, top_k=chosen.shape[1]), sent, received, group)
     # from each rank in turn, by expert → by expert
-    experts_of = torch.arange(mine, device=x.device).repeat(ranks).repeat_interleave(theirs.flatten())
+    experts_of = torch.arange(mine, device=x.device).repeat(ranks).repeat_interleave(
+        theirs.flatten(), output_size=sum(received))
     grouped = experts_of.argsort(stable=True)
     outputs = experts(permute(arrived, grouped), theirs.sum(dim=0))
     returned = _AllToAll.apply(permute(outputs, invert(grouped)), received, sent, group)

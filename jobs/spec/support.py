@@ -6,7 +6,7 @@ jobs.model and jobs.parallel: a row is widened in the same change that trains it
 from typing import Any
 
 from jobs.spec.load import Problem
-from jobs.spec.model import ModelSpec
+from jobs.spec.model import ModelSpec, MoeSpec
 from jobs.spec.parallel import VIRTUAL_STAGES, ZERO_BUBBLE_SCHEDULES, Layout
 
 # What is trained and tested, by field of the layout and of its dims.
@@ -18,7 +18,7 @@ LAYOUTS: dict[str, tuple[Any, ...]] = {
 }
 # The highest degree of an axis; an axis that is not named has no bound.
 DEGREES: dict[str, int] = {}
-# Options of the decoder that jobs.model builds; a field that is not named takes any value.
+# Options of the decoder that jobs.model builds, where that is not all of them.
 MODELS: dict[str, tuple[Any, ...]] = {}
 
 
@@ -53,8 +53,8 @@ def _pipeline_problems(layout: Layout) -> list[Problem]:
 
     if layout.virtual_stages < least or (most is not None and layout.virtual_stages > most):
         wanted = f"{least} or more" if most is None else str(least)
-        refuse("virtual_stages", layout.virtual_stages, f"does not go with {f'schedule={schedule}' if pp > 1 else 'pp=1'}; "
-               f"set {wanted}")
+        against = f"schedule={schedule}" if pp > 1 else "pp=1"
+        refuse("virtual_stages", layout.virtual_stages, f"does not go with {against}; set {wanted}")
     if pp == 1:
         return found
     fewest = {"1f1b": pp, "dualpipev": layout.num_stages}.get(schedule, 1)
@@ -72,9 +72,43 @@ def _pipeline_problems(layout: Layout) -> list[Problem]:
 
 
 def model_problems(model: ModelSpec) -> list[Problem]:
-    """Why this trainer cannot build the model; empty if it can."""
-    return [Problem(where=f"model.{name}", value=_brief(getattr(model, name)), message="is not trained by this version; "
-                    f"try {_listed(trained)}") for name, trained in MODELS.items() if getattr(model, name) not in trained]
+    """Why this trainer cannot build the model; empty if it can. An option that would silently do nothing is refused."""
+    found = [Problem(where=f"model.{name}", value=_brief(getattr(model, name)), message="is not trained by this version"
+                     f"; try {_listed(trained)}")
+             for name, trained in MODELS.items() if getattr(model, name) not in trained]
+
+    def refuse(where: str, value: Any, message: str) -> None:
+        found.append(Problem(where=f"model.{where}", value=value, message=message))
+
+    if not 0 <= model.dropout < 1:
+        refuse("dropout", model.dropout, "is not a probability below 1")
+    if model.sliding_window is not None and model.global_every < 2:
+        refuse("global_every", model.global_every, "makes every layer global, and sliding_window without effect; "
+               "set 2 or more, or sliding_window=none")
+    if model.norm_offset and model.norm == "layernorm":
+        refuse("norm_offset", True, "is without effect on layernorm; set false, or norm=rmsnorm")
+    if model.mla is not None:
+        if model.positions == "learned":
+            refuse("positions", "learned", "does not go with model.mla, whose heads have a rotary part; set rotary")
+        if model.qk_norm:
+            refuse("qk_norm", True, "is without effect on model.mla, whose latents have norms of their own; set false")
+        if model.mla.qk_rope_head_dim % 2:
+            refuse("mla.qk_rope_head_dim", model.mla.qk_rope_head_dim, "is odd, but rotary positions turn pairs; try "
+                   f"{model.mla.qk_rope_head_dim + 1}")
+    if model.moe is not None:
+        found += _mixture_problems(model.moe)
+    return found
+
+
+def _mixture_problems(moe: MoeSpec) -> list[Problem]:
+    if moe.num_groups < 1 or moe.num_experts % moe.num_groups:
+        return [Problem(where="model.moe.num_groups", value=moe.num_groups, message="does not divide "
+                        f"model.moe.num_experts={moe.num_experts}")]
+    eligible = moe.num_experts // moe.num_groups * min(moe.top_groups, moe.num_groups)
+    if not 1 <= moe.top_k <= eligible:
+        return [Problem(where="model.moe.top_k", value=moe.top_k, message=f"is not between 1 and the {eligible} experts"
+                        " that a token may choose from")]
+    return []
 
 
 def _listed(values: Any) -> str:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from jobs.spec.job import Device
 from jobs.spec.model import ModelSpec
-from jobs.spec.parallel import ParallelDims, Recompute
-from orchestrator.planner.links import expert_split
+from jobs.spec.parallel import Recompute
 from orchestrator.planner.software import OURS, Software
 
 
@@ -34,25 +33,24 @@ class BlockShape:
     input_bytes: int | None = None  # of an element that a linear map keeps as its input: 1 under fp8; None: as others
     norms: int = 2
     selective_keeps_matmuls: bool = True  # see Software
+    selective_repeats_ffn: bool = False
     latent: int = 0  # MLA: channels of both latents, kept whole on every tp rank
     value_dim: int | None = None  # MLA: of one head's value; None: head_dim
     routed: int = 0  # copies of a token that go to experts (top_k), kept before and behind them
-    whole_experts: bool = False  # experts are not split over tp: they see the tokens of a sequence shard
 
 
 def block_shape(model: ModelSpec, *, microbatch_size: int, seq_len: int, element_bytes: int, device: Device,
-                layer: int = 0, dims: ParallelDims | None = None, software: Software = OURS) -> BlockShape:
+                layer: int = 0, software: Software = OURS) -> BlockShape:
     """A block of this model. Our tensor parallelism keeps the gathered inputs of the projections."""
     head, latent, value = model.head_size, 0, None
     if model.mla is not None:
         head = model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim
         latent = model.mla.kv_lora_rank + model.mla.qk_rope_head_dim + (model.mla.q_lora_rank or 0)
         value = model.mla.v_head_dim
-    ffn, routed, whole = model.ffn_dim, 0, False
+    ffn, routed = model.ffn_dim, 0
     if model.is_moe(layer):
         moe = model.moe
         ffn, routed = (moe.top_k + moe.num_shared_experts) * moe.ffn_dim, moe.top_k
-        whole = dims is not None and expert_split(dims)[0] == 1
     return BlockShape(seq_len=seq_len, microbatch_size=microbatch_size, dim=model.dim, num_heads=model.num_heads,
                       num_kv_heads=model.num_heads if model.mla else model.num_kv_heads, head_dim=head, ffn_dim=ffn,
                       gated_ffn=model.ffn != "gelu", dropout=software.dropout or model.dropout > 0,
@@ -60,7 +58,8 @@ def block_shape(model: ModelSpec, *, microbatch_size: int, seq_len: int, element
                       fused_norms=device == "cuda", fused_gate=software.fused_kernels, element_bytes=element_bytes,
                       input_bytes=1 if software.matmul_dtype in ("float8", "float4") else None,
                       norms=4 if model.post_norms else 2, selective_keeps_matmuls=software.selective_keeps_matmuls,
-                      latent=latent, value_dim=value, routed=routed, whole_experts=whole)
+                      selective_repeats_ffn=software.selective_repeats_ffn,
+                      latent=latent, value_dim=value, routed=routed)
 
 
 def block_activation_bytes(shape: BlockShape, *, tp: int, sequence_parallel: bool, recompute: Recompute) -> float:
@@ -90,10 +89,13 @@ def block_activation_bytes(shape: BlockShape, *, tp: int, sequence_parallel: boo
     masks = 2 * shape.dim / on_sequence if shape.dropout else 0
     # GELU keeps its input and output; eager SwiGLU keeps gate, up, silu(gate) and their product
     ffn = shape.ffn_dim * ((3 if shape.fused_gate else 4) if shape.gated_ffn else 2)
+    if recompute == "selective" and shape.selective_repeats_ffn:
+        ffn = 0
     saved = (element - kept) * shape.ffn_dim  # the last product is the down projection's input
     routed = 2 * element * shape.routed * shape.dim / on_sequence + element * shape.latent
     scores = 0
     if not shape.flash_attention and recompute == "none":
         # softmax, its dropout's output, the dropout's mask
         scores = (2 * element + (1 if shape.dropout else 0)) * shape.num_heads * shape.seq_len
-    return tokens * (norms + projections + masks + routed + (element * (heads + ffn) - saved + scores) / tp)
+    split = element * (heads + ffn) - (saved if ffn else 0) + scores
+    return tokens * (norms + projections + masks + routed + split / tp)

@@ -5,7 +5,7 @@ and the communication of tp, cp and ep, one layer at a time; the pipeline of the
 data parallelism behind the compute that may hide them. `price` can only add to them.
 """
 import functools
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from jobs.spec.parallel import V_SCHEDULES, ZERO_BUBBLE_SCHEDULES, Layout, ParallelDims
 from jobs.spec.training import DTYPE_BYTES
@@ -23,6 +23,7 @@ from orchestrator.planner.weights import ends_params, expert_weights, layer_kind
 ROUNDING = 1 - 1e-9  # bounds add the same figures as prices, in another order
 # Rank r waits for r stages of as many as there are: on the mean half of them, less where the split is uneven.
 MEAN_WAIT = 0.4
+EDGE_SHARE = 0.99  # of a unit's collective: that of a unit's weights alone is a little less than its share of all
 STATE_BYTES = 12  # per parameter: float32 master and two moments, however they are sharded
 
 
@@ -46,7 +47,8 @@ class Bounds:
         kinds = layer_kinds(self.model, 0, self.model.num_layers)
         self._kind_of = {(self.model.is_moe(layer), self.model.window(layer)): layer for layer, _ in kinds}
         self._counts = kinds
-        self.layer_s = functools.cache(self._layer_s)
+        self.pipeline_s = functools.cache(self._pipeline_seconds)
+        self._kind_s = functools.cache(self._kind_seconds)
         self.stage_s = functools.cache(self._stage_s)
         self.kept_bytes = functools.cache(self._kept_bytes)
         self._compute_s = functools.cache(self._compute_seconds)
@@ -84,7 +86,7 @@ class Bounds:
         return ROUNDING * lower_bound_s(variant.schedule, stages=stages, virtual_stages=variant.virtual_stages,
                                         num_microbatches=variant.num_microbatches)
 
-    def pipeline_s(self, shape: Shape, variant: Variant, one: Pass) -> float:
+    def _pipeline_seconds(self, shape: Shape, variant: Variant, one: Pass) -> float:
         """Of the step, from the timeline: what data parallelism adds can only lengthen it."""
         stages = self._stages(shape, variant, one)
         return ROUNDING * pipeline_s(variant.schedule, stages=stages, virtual_stages=variant.virtual_stages,
@@ -93,20 +95,21 @@ class Bounds:
     def data_parallel_s(self, sharding: Sharding, variant: Variant, one: Pass) -> float:
         """What reductions, gathers and the optimizer add at least on the mean rank: of the step, beyond its pipeline."""
         dims, m = sharding.dims, variant.num_microbatches
-        reduce_s, gather_s = self._collectives(dims, sharding.layers_per_unit)
+        reduce_s, gather_s, reduce_edge_s, gather_edge_s, kept = self._collectives(dims, sharding.layers_per_unit)
         update_s = optimizer_s(self._weights(dims.tp) / (dims.pp * dims.fsdp), chip=self._chip)
         update_s += constants.STEP_OVERHEAD_S[self._chip.device]
         if self.question.cluster.device == "cpu":  # nothing hides
             every = m if sharding.reduce_every_microbatch else 1
-            passes = 2 * m if sharding.zero_stage == 3 and dims.pp == 1 else 1
+            passes = (2 - kept) * m if sharding.zero_stage == 3 and dims.pp == 1 else 1
             return ROUNDING * (every * reduce_s + passes * gather_s + update_s)
         forward_s, backward_s = (seconds / dims.pp for seconds in self._covers(one)[:2])
         every = m if sharding.reduce_every_microbatch else 1
-        found = every * _beyond(reduce_s, backward_s)
+        found = every * _beyond(reduce_s, backward_s, reduce_edge_s)
         if sharding.zero_stage == 3 and dims.pp == 1:
-            found += m * (_beyond(gather_s, forward_s) + _beyond(gather_s, backward_s))
+            found += m * (_beyond(gather_s, forward_s, gather_edge_s)
+                          + _beyond((1 - kept) * gather_s, backward_s, gather_edge_s))
         else:
-            found += _beyond(gather_s, forward_s)
+            found += _beyond(gather_s, forward_s, gather_edge_s)
         return ROUNDING * (found + update_s)
 
     def _stages(self, shape: Shape, variant: Variant, one: Pass) -> tuple[StageTimes, ...]:
@@ -129,24 +132,26 @@ class Bounds:
         forward_s, backward_s, weights_s = (sum(n * part[i] for n, part in parts) for i in range(3))
         return StageTimes(forward_s=forward_s, backward_s=backward_s, weights_s=weights_s, send_s=send_s)
 
-    def _layer_s(self, one: Pass, layer: int) -> tuple[float, float, float]:
+    def layer_s(self, one: Pass, layer: int) -> tuple[float, float, float]:
         """Forward, backward and its part for the weights, of one layer; −1 is the first end of the model, −2 the
-        last. As the middle of three stages, of which only that one is looked at."""
+        last."""
         if layer >= 0:
             layer = self._kind_of[self.model.is_moe(layer), self.model.window(layer)]
-        rest = self.model.num_layers - 1 - layer
-        split, stage = {-1: ((0, rest + layer + 1, 0), 0), -2: ((0, rest + layer + 1, 0), 2)}.get(
-            layer, ((layer, 1, rest), 1))
+        if layer < 0 or not self.model.is_moe(layer):  # ep is nothing to it
+            one = Pass(one.tp, one.cp, 1, *astuple(one)[3:])
+        return self._kind_s(one, layer)
+
+    def _kind_seconds(self, one: Pass, layer: int) -> tuple[float, float, float]:
+        """As the middle of three stages, of which only that one is looked at."""
+        layers = self.model.num_layers
+        split, stage = {-1: ((0, layers, 0), 0), -2: ((0, layers, 0), 2)}.get(
+            layer, ((layer, 1, layers - 1 - layer), 1))
         dims = ParallelDims(tp=one.tp, cp=one.cp, ep=one.ep, dp_shard=max(1, one.ep // (one.cp * one.tp)), pp=3)
         layout = self._layout(one, dims, split)
         cost = stage_cost(self.model, layout, training=self.question.training, cluster=self.question.cluster,
                           stage=stage, shape=shape_of(layout, seq_len=self.question.training.seq_len), chip=self._chip,
-                          software=OURS)
-        forward_s, backward_s = cost.exposed_forward_s, cost.exposed_backward_s
-        if dims.dp_shard > 1:  # without what the shards among the experts' ranks would tell each other
-            forward_s, backward_s = (sum(t.exposed_s for t in cost.transfers if t.phase == phase and t.axis in
-                                         ("tp", "cp", "ep")) for phase in ("forward", "backward"))
-        return cost.forward_s + forward_s, cost.backward_s + backward_s, cost.weights_s
+                          software=OURS, inner=True)
+        return (cost.forward_s + cost.exposed_forward_s, cost.backward_s + cost.exposed_backward_s, cost.weights_s)
 
     def _layout(self, one: Pass, dims: ParallelDims, split: tuple[int, ...]) -> Layout:
         return Layout(dims=dims, microbatch_size=one.microbatch_size, num_microbatches=1, layers_per_stage=split,
@@ -190,17 +195,28 @@ class Bounds:
         return sum(count * expert_weights(self.model, layer, dims=ParallelDims(tp=tp, ep=ep))
                    for layer, count in self._counts)
 
-    def _collective_seconds(self, dims: ParallelDims, layers_per_unit: int) -> tuple[float, float]:
-        """Reducing all gradients once, and gathering all weights once, on the mean pipeline rank."""
+    def _collective_seconds(self, dims: ParallelDims, layers_per_unit: int) -> tuple[float, float, float, float, float]:
+        """Reducing all gradients once, and gathering all weights once, on the mean pipeline rank; one collective of
+        each, which has nothing to hide behind; and the share of the weights that stays gathered from a forward to the
+        backward that begins behind it: the last unit, and the output projection."""
         cluster = self.question.cluster
         weights = self._weights(dims.tp) / dims.pp
         units = max(1.0, self.model.num_layers / dims.pp / layers_per_unit)
         shards, replicas = (placed_group(dims, axis, cluster=cluster) for axis in ("fsdp", "dp_replicate"))
         reduced = DTYPE_BYTES[self.question.training.reduce_dtype] * weights / units
-        reduce_s = collective_s("reduce_scatter", reduced, shards, cluster=cluster)
-        reduce_s += collective_s("all_reduce", reduced / dims.fsdp, replicas, cluster=cluster)
-        return units * reduce_s, units * collective_s("all_gather", self._element * weights / units, shards,
-                                                      cluster=cluster)
+        scatter_s = collective_s("reduce_scatter", reduced, shards, cluster=cluster)
+        sum_s = collective_s("all_reduce", reduced / dims.fsdp, replicas, cluster=cluster)
+        gather_s = collective_s("all_gather", self._element * weights / units, shards, cluster=cluster)
+        edge = EDGE_SHARE * min(1.0, self._lightest_unit(dims.tp) * layers_per_unit / (weights / units))
+        heaviest = max(layer_weights(self.model, layer, dims=ParallelDims(tp=dims.tp)).dense for layer, _ in self._counts)
+        last = ends_params(self.model, tp=dims.tp, first=False, last=True) + layers_per_unit * heaviest
+        return (units * (scatter_s + sum_s), units * gather_s, edge * max(scatter_s, sum_s), edge * gather_s,
+                min(1.0, last / weights))
+
+    def _lightest_unit(self, tp: int) -> int:
+        """Dense weights of the lightest layer on one tp rank."""
+        dims = ParallelDims(tp=tp)
+        return min(layer_weights(self.model, layer, dims=dims).dense for layer, _ in self._counts)
 
     # -------------------------------------------------------------- memory
     def least_bytes(self, shape: Shape, one: Pass) -> float:
@@ -234,10 +250,9 @@ class Bounds:
         return sum(count * self._kept_by_kind(one)[layer] for layer, count in self._counts)
 
     def _kept_by_kind(self, one: Pass) -> dict[int, float]:
-        dims = ParallelDims(tp=one.tp, cp=one.cp, ep=one.ep)
         found = {}
         for layer, _ in self._counts:
-            block = block_shape(self.model, microbatch_size=one.microbatch_size, layer=layer, dims=dims,
+            block = block_shape(self.model, microbatch_size=one.microbatch_size, layer=layer,
                                 seq_len=self.question.training.seq_len // one.cp, element_bytes=self._element,
                                 device=self.question.cluster.device)
             found[layer] = block_activation_bytes(block, tp=one.tp, sequence_parallel=one.sequence_parallel,
@@ -245,8 +260,8 @@ class Bounds:
         return found
 
 
-def _beyond(told_s: float, cover_s: float) -> float:
-    """What communication costs behind compute: the part that sticks out, and what the hidden part slows."""
-    hidden_s = min(told_s, cover_s)
+def _beyond(told_s: float, cover_s: float, edge_s: float) -> float:
+    """What communication costs behind compute: the part that sticks out, at least the edge, and what the rest slows."""
+    hidden_s = min(told_s, cover_s, max(0.0, told_s - edge_s))
     return told_s - hidden_s + (constants.OVERLAP_SLOWDOWN - 1) * hidden_s
 

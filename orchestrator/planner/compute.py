@@ -118,10 +118,12 @@ def layer_times(model: ModelSpec, layer: int, *, shape: Shape, chip: Chip, softw
     inputs_s = inputs + attention_back + constants.BACKWARD_TRAFFIC * stream + cast
     backward_s = _with_launches(inputs_s + weights, chip=chip, software=software, passes=2)
     return LayerTimes(forward_s=forward_s, inputs_s=backward_s - weights, weights_s=weights, attention_s=attention,
-                      again_s=_again_s(shape, software, forward_s=forward_s, attention=attention, stream=stream))
+                      again_s=_again_s(model, shape, chip, software, maps=maps, forward_s=forward_s,
+                                       attention=attention, stream=stream))
 
 
-def _again_s(shape: Shape, software: Software, *, forward_s: float, attention: float, stream: float) -> float:
+def _again_s(model: ModelSpec, shape: Shape, chip: Chip, software: Software, *, maps: list, forward_s: float,
+             attention: float, stream: float) -> float:
     if shape.recompute == "full":
         return forward_s
     if shape.recompute == "none":
@@ -130,7 +132,9 @@ def _again_s(shape: Shape, software: Software, *, forward_s: float, attention: f
     # a fused kernel has nothing to save and is left as it is
     if software.selective_keeps_matmuls:
         return stream
-    return 0.0 if software.flash_attention else attention
+    ffn = maps[len(_attention_maps(model, shape.tokens, shape.tp)):] if software.selective_repeats_ffn else ()
+    again = sum(count * matmul_s(m, n, k, flops=chip.matmul_flops, chip=chip) for m, n, k, count in ffn)
+    return again if software.flash_attention else again + attention
 
 
 def _linear_maps(model: ModelSpec, layer: int, *, shape: Shape) -> list[tuple[int, int, int, float]]:
@@ -139,14 +143,13 @@ def _linear_maps(model: ModelSpec, layer: int, *, shape: Shape) -> list[tuple[in
     maps = _attention_maps(model, t, tp)
     gates = num_ffn_matrices(model) - 1
     if not model.is_moe(layer):
-        return maps + [(t, gates * _share(model.ffn_dim, tp), model.dim, 1), (t, model.dim, _share(model.ffn_dim, tp), 1)]
+        ffn = _share(model.ffn_dim, tp)
+        return maps + [(t, gates * ffn, model.dim, 1), (t, model.dim, ffn, 1)]
     moe = model.moe
-    # experts live on ep ranks; where ep covers tp they are whole and see the tokens of their sequence shard
-    whole = shape.ep % tp == 0
-    local = max(1, moe.num_experts // (shape.ep if whole else max(1, shape.ep)))
-    routed = max(1, t * moe.top_k // (tp if whole else 1) // local)  # tokens per expert, balanced
-    ffn = moe.ffn_dim if whole else _share(moe.ffn_dim, tp)
-    maps += [(routed, gates * ffn, model.dim, local), (routed, model.dim, ffn, local),
+    # experts are never split over tp: each rank sends the tokens of its sequence shard to the ep ranks that hold them
+    local = max(1, moe.num_experts // shape.ep)
+    routed = max(1, t * moe.top_k // tp // local)  # tokens per expert, balanced
+    maps += [(routed, gates * moe.ffn_dim, model.dim, local), (routed, model.dim, moe.ffn_dim, local),
              (t // shape.sequence_split or 1, moe.num_experts, model.dim, 1)]
     if moe.num_shared_experts:
         shared = _share(moe.num_shared_experts * moe.ffn_dim, tp)

@@ -15,7 +15,7 @@ from orchestrator.cluster import ClusterSpec
 from orchestrator.planner import constants
 from orchestrator.planner.communication import gather_passes
 from orchestrator.planner.compute import Chip, Shape, chip_of, optimizer_s, shape_of
-from orchestrator.planner.links import expert_split
+from orchestrator.planner.links import expert_shards
 from orchestrator.planner.memory import stage_memory
 from orchestrator.planner.plan import Prediction, StageMemory, Transfer
 from orchestrator.planner.software import OURS, Software
@@ -38,8 +38,9 @@ class Priced:
 
 
 def price(model: ModelSpec, layout: Layout, *, training: TrainingSpec, cluster: ClusterSpec, headroom: float,
-          convention: AttentionConvention, software: Software = OURS) -> Priced:
-    """Predict one layout. Step time = the pipeline's timeline + reductions that nothing hides + the optimizer."""
+          convention: AttentionConvention, software: Software = OURS, in_parts: bool = True) -> Priced:
+    """Predict one layout. Step time = the pipeline's timeline + reductions that nothing hides + the optimizer.
+    `in_parts=False` leaves waiting for messages in the bubble: half the work, the same step time."""
     m, pp = layout.num_microbatches, layout.dims.pp
     chip = chip_of(cluster, training=training, software=software)
     stages = _stage_costs(model, layout, training=training, cluster=cluster, chip=chip, software=software)
@@ -47,7 +48,8 @@ def price(model: ModelSpec, layout: Layout, *, training: TrainingSpec, cluster: 
     work = [m * sum(one.compute_s + one.exposed_s for one in rank) for rank in ranks]
     busiest = max(range(pp), key=work.__getitem__)
     whole_s = _pipeline_s(layout, stages, sends=True)
-    unhindered_s = _pipeline_s(layout, stages, sends=False) if any(one.send_s for one in stages) else whole_s
+    apart = in_parts and any(one.send_s for one in stages)
+    unhindered_s = _pipeline_s(layout, stages, sends=False) if apart else whole_s
     tail_s = max(sum(one.tail_s for one in rank) for rank in ranks)
     update_s = _update_s(model, layout, chip=chip)
     step_s = whole_s + tail_s + update_s
@@ -161,11 +163,10 @@ def _stage_costs(model: ModelSpec, layout: Layout, *, training: TrainingSpec, cl
 def _update_s(model: ModelSpec, layout: Layout, *, chip: Chip) -> float:
     """Optimizer of the rank with most parameters, and the host's work between steps."""
     dims = layout.dims
-    expert_ranks = max(1, dims.fsdp * expert_split(dims)[1] // dims.ep)
     held = []
     for rank in _telling_ranks(model, layout):
         weights = rank_weights(model, layout, rank)
-        held.append(weights.dense / dims.fsdp + weights.experts / expert_ranks)
+        held.append(weights.dense / dims.fsdp + weights.experts / expert_shards(dims))
     return optimizer_s(max(held), chip=chip) + constants.STEP_OVERHEAD_S[chip.device]
 
 

@@ -28,7 +28,7 @@ class Group:
 
 def axis_group(dims: ParallelDims, axis: str, *, gpus_per_node: int) -> Group:
     """Group of `axis` on nodes of `gpus_per_node`: neighbours are as far apart as the inner axes are large.
-    `fsdp` is dp_shard with cp; `ep` the innermost ranks of dp_shard × cp × tp, `edp` those that hold the same experts."""
+    `fsdp` is dp_shard with cp; `ep` the innermost ranks of dp_shard × cp × tp, `edp` those with the same experts."""
     degree, stride = _extent(dims, axis)
     span = stride * degree
     if span <= gpus_per_node and gpus_per_node % span == 0:
@@ -72,13 +72,13 @@ def _extent(dims: ParallelDims, axis: str) -> tuple[int, int]:
         inner = min(stride(name) for name in ("dp_shard", "cp", "tp"))
         if axis == "ep":
             return dims.ep, inner
-        return max(1, dims.dp_shard * dims.cp * expert_split(dims)[1] // dims.ep), inner * dims.ep
+        return expert_shards(dims), inner * dims.ep
     return getattr(dims, axis), stride(axis)
 
 
-def expert_split(dims: ParallelDims) -> tuple[int, int]:
-    """(tp of one expert, how much of tp the ep groups cover): experts are whole where ep covers tp."""
-    return (1, dims.tp) if dims.ep % dims.tp == 0 else (dims.tp, 1)
+def expert_shards(dims: ParallelDims) -> int:
+    """Ranks that hold the same experts: what ep leaves of dp_shard × cp × tp. Experts are never split over tp."""
+    return max(1, dims.dp_shard * dims.cp * dims.tp // dims.ep)
 
 
 def collective_s(op: Op, payload_bytes: float, group: Group, *, cluster: ClusterSpec,

@@ -6,12 +6,14 @@ Called by the search for every candidate, so it is plain arithmetic. By default 
 Sources: ZeRO (arXiv:1910.02054) for states; Korthikanti et al. (arXiv:2205.05198) for activations, generalised
 here to grouped-query attention, gated FFNs, latent attention and experts; schedules for microbatches in flight.
 """
+import functools
+
 from jobs.spec.job import Device
 from jobs.spec.model import ModelSpec
-from jobs.spec.parallel import ZERO_BUBBLE_SCHEDULES, Layout
+from jobs.spec.parallel import ZERO_BUBBLE_SCHEDULES, Layout, Recompute
 from jobs.spec.training import DTYPE_BYTES, TrainingSpec
 from orchestrator.planner.activations import BlockShape, block_activation_bytes, block_shape
-from orchestrator.planner.links import expert_split
+from orchestrator.planner.links import expert_shards
 from orchestrator.planner.plan import StageMemory
 from orchestrator.planner.schedules import peak_held
 from orchestrator.planner.software import OURS, Software
@@ -72,8 +74,7 @@ class _Shards:
     def __init__(self, weights: Weights, layout: Layout) -> None:
         dims = layout.dims
         self.whole = weights.total
-        expert_ranks = max(1, dims.fsdp * expert_split(dims)[1] // dims.ep)
-        self.shard = -(-weights.dense // dims.fsdp) - (-weights.experts // expert_ranks)
+        self.shard = -(-weights.dense // dims.fsdp) - (-weights.experts // expert_shards(dims))
 
 
 def _whole_weights(layout: Layout) -> bool:
@@ -143,7 +144,6 @@ def _activations_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSp
     """What the forward keeps for the backward, of every stage of the rank and every microbatch in flight."""
     dims = layout.dims
     element = DTYPE_BYTES[training.param_dtype]
-    split = {"tp": dims.tp, "sequence_parallel": layout.sequence_parallel}
     seq_len = training.seq_len // dims.cp
     hidden = element * seq_len * layout.microbatch_size * model.dim
     hidden /= dims.tp if layout.sequence_parallel else 1
@@ -151,17 +151,29 @@ def _activations_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSp
     for stage, held in zip(layout.stages(rank), _held(layout, rank)):
         blocks = 0.0
         for layer, count in _stage_kinds(model, layout, stage):
-            shape = block_shape(model, microbatch_size=layout.microbatch_size, seq_len=seq_len, element_bytes=element,
-                                device=device, layer=layer, dims=dims, software=software)
-            per_block = block_activation_bytes(shape, recompute=layout.recompute, **split)
+            per_block, whole = _block_bytes(model, layer, microbatch_size=layout.microbatch_size, seq_len=seq_len,
+                                            element=element, device=device, recompute=layout.recompute, tp=dims.tp,
+                                            sequence_parallel=layout.sequence_parallel, software=software)
             blocks += count * per_block
-            if layout.recompute != "none":  # the block being recomputed
-                again = max(again, block_activation_bytes(shape, recompute="none", **split) - per_block)
+            again = max(again, whole - per_block)  # the block being recomputed
         # What a pipeline stage received and what it sent on are both kept until the backward; the last stage
         # keeps the inputs of the final norm and of the output projection.
-        boundary = 2 * hidden if layout.num_stages > 1 or stage == layout.num_stages - 1 else hidden
+        ends = stage == layout.num_stages - 1 or (layout.num_stages > 1 and not software.frees_outputs)
+        boundary = 2 * hidden if ends else hidden
         total += held * (blocks + boundary)
     return int(total + again)
+
+
+@functools.lru_cache(maxsize=16384)
+def _block_bytes(model: ModelSpec, layer: int, *, microbatch_size: int, seq_len: int, element: int, device: Device,
+                 recompute: Recompute, tp: int, sequence_parallel: bool,
+                 software: Software) -> tuple[float, float]:
+    """What one layer keeps of a microbatch, and what it holds while it is recomputed. Asked for every layout."""
+    shape = block_shape(model, microbatch_size=microbatch_size, seq_len=seq_len, element_bytes=element, device=device,
+                        layer=layer, software=software)
+    split = {"tp": tp, "sequence_parallel": sequence_parallel}
+    kept = block_activation_bytes(shape, recompute=recompute, **split)
+    return kept, block_activation_bytes(shape, recompute="none", **split) if recompute != "none" else kept
 
 
 def _logits_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSpec, software: Software) -> int:

@@ -147,6 +147,18 @@ class Refusal:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AxisEffect:
+    """The best layout without an axis that the winner has, or with one that it has not."""
+
+    axis: str
+    value: int  # of the winner
+    what: str  # "without tp", "with cp", "tp=16 crosses nodes"
+    other: Rejected | None  # None: there is none
+    change: float | None  # of the step time, as a share
+    note: str  # why there is none
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     job: PlannedJob
     layout: Layout
@@ -158,6 +170,7 @@ class Plan:
     rejected: tuple[Rejected, ...]  # fastest of the losers, then the fastest of those that do not fit
     refused: tuple[Refusal, ...]  # illegal combinations, by rule
     priced: int = 0  # of the candidates; the others were shown to be slower without a price
+    axes: tuple[AxisEffect, ...] = ()
     untrained: tuple[str, ...] = ()  # what of the layout and the model this version's trainer does not run
 
 
@@ -175,6 +188,9 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     data = to_dict(plan)
     data["layout"] = plan.layout.flat()
     data["rejected"] = [to_dict(r) | {"layout": r.layout.flat()} for r in plan.rejected]
+    for effect, entry in zip(plan.axes, data["axes"]):
+        if effect.other is not None:
+            entry["other"]["layout"] = effect.other.layout.flat()
     for stage, entry in zip(plan.memory, data["memory"]):
         entry["total_bytes"] = stage.total_bytes
     for transfer, entry in zip(plan.communication, data["communication"]):
@@ -189,6 +205,7 @@ def plan_from_dict(data: dict[str, Any]) -> Plan:
 
     data = nested(data)
     data["rejected"] = [nested(entry) for entry in data["rejected"]]
+    data["axes"] = [entry | {"other": entry["other"] and nested(entry["other"])} for entry in data.get("axes", [])]
     # derived figures are for readers of the file; they are computed again, not read
     data["memory"] = [{k: v for k, v in entry.items() if k != "total_bytes"} for entry in data["memory"]]
     data["communication"] = [{k: v for k, v in entry.items() if k != "wire_bytes"} for entry in data["communication"]]

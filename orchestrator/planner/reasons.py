@@ -48,6 +48,8 @@ def cost_parts(priced: Priced) -> dict[str, float]:
     for transfer in priced.transfers:
         name = f"exposed {transfer.axis} communication"
         parts[name] = parts.get(name, 0.0) + transfer.exposed_s
+    told_s = sum(transfer.exposed_s for transfer in priced.transfers)
+    parts["compute slowed by hidden communication"] = max(0.0, predicted.exposed_communication_s - told_s)
     return parts
 
 

@@ -20,7 +20,6 @@ from orchestrator.planner.question import Question
 from orchestrator.planner.rules import zero_problems
 from orchestrator.planner.space import Shape, Space, Variant
 
-LIGHT_VARIANTS = 2  # of a shape: the schedules that hold fewest microbatches come first
 MOST_DROPPED = 64  # remembered, to show what was too big
 
 
@@ -43,6 +42,7 @@ class Part:
     one: Pass
     variant: Variant | None = None
     bounded: Literal["rough", "closed", "timeline"] = "rough"  # how closely it was looked at
+    rest_s: float = 0.0  # what data parallelism adds at least
 
 
 class Search:
@@ -60,10 +60,10 @@ class Search:
         self._shapes = tuple(self.space.shapes())
         self.effort.shapes = len(self._shapes)
 
-    def price(self, layout: Layout) -> Priced:
-        self.effort.priced += 1
+    def price(self, layout: Layout, *, in_parts: bool = True) -> Priced:
+        self.effort.priced += not in_parts
         return price(self.question.model, layout, training=self.question.training, cluster=self.question.cluster,
-                     headroom=self.headroom, convention=self._convention)
+                     headroom=self.headroom, convention=self._convention, in_parts=in_parts)
 
     def heaviest_bytes(self, layout: Layout) -> float:
         """Memory of the rank that needs most."""
@@ -87,17 +87,17 @@ class Search:
             bound_s, item = queue.pop()
             if isinstance(item, Priced):
                 if wanted(item.layout):
-                    yield item
+                    yield self.price(item.layout)
             elif isinstance(item, Layout):
                 if wanted(item) and self._fits(item):
-                    priced = self.price(item)
+                    priced = self.price(item, in_parts=False)
                     queue.push(priced.predicted.step_time_s, priced, rank=priced.predicted.memory_gib)
             elif item.variant is None and item.bounded == "rough":
                 queue.push(self.bounds.passed_s(item.shape, item.one), replace(item, bounded="closed"))
             elif item.variant is None:
                 self._open_shape(item, queue)
             elif item.bounded == "timeline":
-                self._open_variant(item, bound_s, queue)
+                self._open_variant(item, queue)
             else:
                 self._look_closer(item, queue)
 
@@ -111,15 +111,24 @@ class Search:
         shape, one, variant = part.shape, part.one, part.variant
         if part.bounded == "rough":
             self.effort.closed += 1
-            queue.push(self.bounds.closed_s(shape, variant, one), Part(shape, one, variant, "closed"))
+            rest_s = min(self._rests(part), default=math.inf)  # whatever the schedule, data parallelism comes on top
+            queue.push(self.bounds.closed_s(shape, variant, one) + rest_s, Part(shape, one, variant, "closed", rest_s))
         elif self._fits(self._lightest(part)):
             self.effort.timelines += 1
-            queue.push(self.bounds.pipeline_s(shape, variant, one), Part(shape, one, variant, "timeline"))
+            queue.push(self.bounds.pipeline_s(shape, variant, one) + part.rest_s, replace(part, bounded="timeline"))
 
-    def _open_variant(self, part: Part, bound_s: float, queue: "_Queue") -> None:
+    def _rests(self, part: Part) -> Iterator[float]:
+        """What data parallelism adds at least, for each way to shard."""
+        shape, variant = part.shape, part.variant
+        for dims in self.space.dims(shape):
+            for zero, unit, each in self.space.shardings(dims, variant):
+                yield self.bounds.data_parallel_s(Sharding(dims, zero, each, unit), variant, part.one)
+
+    def _open_variant(self, part: Part, queue: "_Queue") -> None:
+        pipeline_s = self.bounds.pipeline_s(part.shape, part.variant, part.one)
         for layout in self.space.layouts(part.shape, part.variant, part.one):
             sharding = Sharding(layout.dims, layout.zero_stage, layout.reduce_every_microbatch, layout.layers_per_unit)
-            queue.push(bound_s + self.bounds.data_parallel_s(sharding, part.variant, part.one), layout)
+            queue.push(pipeline_s + self.bounds.data_parallel_s(sharding, part.variant, part.one), layout)
 
     # -------------------------------------------------------------- what fits
     def _fits(self, layout: Layout) -> bool:
@@ -137,14 +146,19 @@ class Search:
                                  reduce_every_microbatch=variant.num_microbatches > 1 and dims.fsdp > 1)
 
     def smallest(self) -> Priced | None:
-        """The layout that needs least memory; None if nothing is legal. Of a shape only its lightest variants are
-        looked at, with as much recomputation as the request allows."""
-        lightest, found = math.inf, None
+        """The layout that needs least memory, of those that recompute as much as the request allows; None if nothing is
+        legal. Shapes come in the order of what they need at least, until none that is left can need less."""
+        parts = []
         for shape in self._shapes:
             one = max(self.space.passes(shape), key=lambda p: ("none", "selective", "full").index(p.recompute))
-            if self.bounds.least_bytes(shape, one) >= lightest:
-                continue
-            for variant in itertools.islice(self.space.variants(shape, one.recompute), LIGHT_VARIANTS):
+            parts.append((self.bounds.least_bytes(shape, one), len(parts), shape, one))
+        lightest, found = math.inf, None
+        for least, _, shape, one in sorted(parts):
+            if least >= lightest:
+                break
+            for variant in self.space.variants(shape, one.recompute):
+                if self.bounds.held_bytes(shape, variant, one) >= lightest:
+                    continue
                 layout = min(self.space.layouts(shape, variant, one), key=_lightness, default=None)
                 held = math.inf if layout is None else self.heaviest_bytes(layout)
                 if held < lightest:

@@ -6,8 +6,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from jobs.spec.parallel import AXES
-from orchestrator.planner.plan import GIB, Plan, StageMemory
+from jobs.spec.parallel import AXES, Layout
+from orchestrator.planner.plan import GIB, Plan, StageMemory, Transfer
 
 BAR_WIDTH = 52
 MEMORY_PARTS = (("parameters", "blue"), ("gradients", "magenta"), ("optimizer", "cyan"), ("gathered", "yellow"),
@@ -60,7 +60,7 @@ def _headline(plan: Plan) -> Text:
     text = Text.assemble((job.model, "bold"), f"  {params} parameters  on  ", (job.cluster, "bold"),
                          f"  {job.num_nodes} nodes × {job.gpus_per_node} {job.gpu}\n",
                          (f"sequences of {job.seq_len} tokens, {job.global_batch_size} per step, {job.param_dtype}; "
-                          f"{plan.candidates} legal layouts priced in {seconds(plan.search_s)}", "dim"))
+                          f"{plan.candidates:,} legal layouts searched in {seconds(plan.search_s)}, {plan.priced:,} priced", "dim"))
     return text
 
 
@@ -70,13 +70,34 @@ def _layout(plan: Plan) -> Text:
     for axis in AXES:
         degree = getattr(dims, axis)
         text.append(f"{axis}={degree}  ", style="bold green" if degree > 1 else "dim")
-    layers = layout.layers_per_stage
-    split = f"{layers[0]} layers" if len(set(layers)) == 1 else f"{min(layers)}–{max(layers)} layers"
-    text.append(f"\n{INDENT}microbatch {layout.microbatch_size} × {layout.num_microbatches} per replica, "
-                f"{layout.schedule if dims.pp > 1 else 'no pipeline'}, {split} per stage, "
-                f"recompute {layout.recompute}\n")
+    empty = layout.slots - plan.job.global_batch_size
+    weightless = f" ({empty} of {layout.slots} slots weigh nothing)" if empty else ""
+    text.append(f"\n{INDENT}microbatch {layout.microbatch_size} × {layout.num_microbatches} per replica{weightless}\n{INDENT}"
+                f"{details(layout)}\n")
     text.append(f"{INDENT}mesh {' × '.join(dims.order)}, the innermost on neighbouring GPUs", "dim")
     return text
+
+
+def details(layout: Layout) -> str:
+    """Everything but degrees and batch, in words."""
+    dims, layers = layout.dims, layout.layers_per_stage
+    words = []
+    if dims.pp > 1:
+        split = f"{layers[0]} layers" if len(set(layers)) == 1 else f"{min(layers)}–{max(layers)} layers"
+        stages = f" × {layout.virtual_stages} per rank" if layout.virtual_stages > 1 else ""
+        words.append(f"{layout.schedule}{stages}, {split} per stage")
+    else:
+        words.append(f"no pipeline, {layers[0]} layers per stage")
+    if dims.fsdp > 1:
+        words.append(f"ZeRO-{layout.zero_stage}" + (f" of {layout.layers_per_unit} layers" if layout.layers_per_unit > 1
+                                                    else ""))
+    if layout.reduce_every_microbatch:
+        words.append("reduced every microbatch")
+    if dims.cp > 1:
+        words.append(f"cp by {layout.cp_method}")
+    if dims.tp > 1 and not layout.sequence_parallel:
+        words.append("no sequence parallelism")
+    return ", ".join([*words, f"recompute {layout.recompute}"])
 
 
 def _step_time(plan: Plan) -> list[RenderableType]:
@@ -112,16 +133,16 @@ def _memory_bar(plan: Plan) -> Text:
 
 
 def _memory(plan: Plan) -> Table:
-    table = _table("")
+    rows = table("")
     for column in ("stage", "layers", "in flight"):
-        table.add_column(column, justify="right")
+        rows.add_column(column, justify="right")
     for name, colour in MEMORY_PARTS:
-        table.add_column(Text(name, colour), justify="right")
-    table.add_column("total", justify="right", style="bold")
+        rows.add_column(Text(name, colour), justify="right")
+    rows.add_column("total", justify="right", style="bold")
     for stage in _shown_stages(plan.memory):
-        table.add_row(str(stage.stage), str(stage.layers), str(stage.in_flight),
+        rows.add_row(str(stage.stage), str(stage.layers), str(stage.in_flight),
                       *(size(getattr(stage, f"{name}_bytes")) for name, _ in MEMORY_PARTS), size(stage.total_bytes))
-    return table
+    return rows
 
 
 def _shown_stages(memory: tuple[StageMemory, ...]) -> list[StageMemory]:
@@ -132,39 +153,54 @@ def _shown_stages(memory: tuple[StageMemory, ...]) -> list[StageMemory]:
     return [memory[i] for i in sorted({0, 1, heaviest, len(memory) - 1})]
 
 
-def _table(title: str) -> Table:
+def table(title: str) -> Table:
+    """Without lines, for a terminal of 100 columns."""
     return Table(title=title or None, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0),
                  header_style="dim", pad_edge=False)
 
 
 def _communication(plan: Plan) -> Table:
-    table = _table("communication of one rank per step, on the busiest stage")
+    rows = table("communication of one rank per step, on the busiest pipeline rank")
     for column, justify in (("axis", "left"), ("operation", "left"), ("of", "left"), ("size", "right"),
                             ("times", "right"), ("link", "left"), ("time", "right"), ("exposed", "right")):
-        table.add_column(column, justify=justify)
-    for transfer in plan.communication:
-        exposed = Text(seconds(transfer.exposed_s), "red" if transfer.exposed_s > 0.5 * transfer.seconds else "")
-        table.add_row(transfer.axis, transfer.op, transfer.what, size(transfer.payload_bytes), str(transfer.times),
-                      LINKS[transfer.link], seconds(transfer.seconds), exposed)
-    return table
+        rows.add_column(column, justify=justify)
+    for alike in _alike(plan.communication):
+        one, total_s, exposed_s = alike[0], sum(t.seconds for t in alike), sum(t.exposed_s for t in alike)
+        rows.add_row(one.axis, one.op, one.what, size(one.payload_bytes), f"{sum(t.times for t in alike):,}",
+                     LINKS[one.link], seconds(total_s), Text(seconds(exposed_s), "red" if exposed_s > total_s / 2 else ""))
+    return rows
+
+
+def _alike(transfers: tuple[Transfer, ...]) -> list[list[Transfer]]:
+    """The same operation of forward and backward, and of several stages on one rank, in one line."""
+    groups: dict[tuple, list[Transfer]] = {}
+    for one in transfers:
+        groups.setdefault((one.axis, one.op, one.what, one.link, one.payload_bytes), []).append(one)
+    return list(groups.values())
 
 
 def _rejected(plan: Plan) -> list[RenderableType]:
-    table = _table("best rejected")
-    table.add_column("layout", no_wrap=True)
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("memory", justify="right", no_wrap=True)
-    table.add_column("why not")
+    rows = table("best rejected")
+    rows.add_column("layout")
+    rows.add_column("step", justify="right", no_wrap=True)
+    rows.add_column("memory", justify="right", no_wrap=True)
+    rows.add_column("why not")
     for loser in plan.rejected:
-        table.add_row(str(loser.layout), seconds(loser.step_time_s), size(loser.memory_gib * GIB),
-                      Text(loser.reason, style="" if loser.fits else "red"))
+        rows.add_row(_told(loser.layout, plan.layout), seconds(loser.step_time_s), size(loser.memory_gib * GIB),
+                     Text(loser.reason, style="" if loser.fits else "red"))
     if not plan.rejected:
-        table.add_row("no other layout is legal", "", "", "")
-    lines: list[RenderableType] = [table]
+        rows.add_row("no other layout is legal", "", "", "")
+    lines: list[RenderableType] = [rows]
     for refusal in plan.refused[:REFUSED_SHOWN]:
-        plural = "layout is" if refusal.count == 1 else "layouts are"
-        lines.append(Text(f"{refusal.count} {plural} illegal, e.g. {refusal.example}", "dim"))
+        lines.append(Text(f"{refusal.count} × illegal by {refusal.rule}, e.g. {refusal.example}", "dim"))
     return lines
+
+
+def _told(layout: Layout, winner: Layout) -> str:
+    """A loser's degrees, and of the rest what differs from the winner's."""
+    own, others = details(layout).split(", "), set(details(winner).split(", "))
+    apart = [word for word in own if word not in others and not word.endswith("layers per stage")]
+    return " ".join([str(layout), *([f"({', '.join(apart)})"] if apart else [])])
 
 
 def _bar(parts: list[tuple[float, str]], *, total: float) -> Text:

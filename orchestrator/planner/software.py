@@ -18,8 +18,10 @@ class Software:
     fused_kernels: bool = False  # compiled or hand-fused: norms, rotary, gate and residuals in one pass each
     fused_loss: bool = False  # logits once in 16 bits and once in float32, gradients in place
     dropout: bool = False  # behind attention and feed-forward, with its masks kept
-    selective_keeps_matmuls: bool = True  # selective recompute keeps every matmul's output; False: repeats attention only
+    selective_keeps_matmuls: bool = True  # selective recompute keeps every matmul's output; False: repeats attention
+    selective_repeats_ffn: bool = False  # and, where it does not keep matmuls, the feed-forward with it
     regathers_inputs: bool = False  # sequence parallelism gathers the projections' inputs again in the backward
+    frees_outputs: bool = False  # what a pipeline stage has sent on is dropped (its values; the graph stays)
     # 16-bit weights and their gradients are kept whole beside float32 masters (Megatron, ZeRO-1 and 2);
     # False: the float32 masters are the parameters, and 16-bit copies exist while they are gathered (FSDP2)
     keeps_half_weights: bool = False
@@ -27,6 +29,8 @@ class Software:
     overlaps_gradients: bool = True  # data-parallel reductions run behind the backward
     overlaps_tensor_parallel: bool = False  # collectives of tp cut up and run behind the matmuls they feed
     overlaps_experts: bool = False  # all-to-all of one microbatch runs behind the compute of another
+    # a token goes once to an island (node, NVLink domain) that has several of its experts, and is copied there
+    dispatches_once: bool = False
     ports: float | None = None  # network ports of a node that one collective keeps busy at most; None: one per rank
 
 

@@ -23,6 +23,7 @@ from orchestrator.planner.uneven import stage_splits
 ORDERS = (MESH_ORDER, ("pp", "dp_replicate", "dp_shard", "cp", "tp"), ("dp_replicate", "dp_shard", "pp", "cp", "tp"))
 UNITS = (1, 2, 4)  # layers that FSDP gathers together
 MOST_VIRTUAL_STAGES = 16
+MOST_TOKENS = 65536  # of one microbatch on one rank: with more no matmul is fuller
 LEAST_CHUNK = {"cuda": 128, "cpu": 8}  # tokens of one of the two chunks of the sequence that a cp rank holds
 
 
@@ -143,14 +144,18 @@ class Space:
 
     def _batchings(self, world: int, tp: int, cp: int, pp: int, ep: int, dp: int) -> Iterator[Shape]:
         batch = self.question.training.global_batch_size
-        for size in self._microbatch_sizes(dp):
+        for size in self._microbatch_sizes(dp, cp):
             if not self.ledger.refuse("microbatch_size", rules.batch_problems(dp, size, self.question)):
                 yield Shape(world, tp, cp, pp, ep, dp, size, -(-batch // (dp * size)))
 
-    def _microbatch_sizes(self, dp: int) -> tuple[int, ...]:
+    def _microbatch_sizes(self, dp: int, cp: int) -> tuple[int, ...]:
         asked = self.question.request.options("microbatch_size")
-        return asked if asked is not None else _sizes(self.question.training.global_batch_size, dp,
-                                                      self.question.request.uneven_batch)
+        if asked is not None:
+            return asked
+        training = self.question.training
+        most = max(1, MOST_TOKENS * cp // training.seq_len)
+        return tuple(size for size in _sizes(training.global_batch_size, dp, self.question.request.uneven_batch)
+                     if size <= most)
 
     # -------------------------------------------------------------- variants
     def variants(self, shape: Shape, recompute: Recompute) -> tuple[Variant, ...]:
@@ -218,8 +223,8 @@ class Space:
 
     def layouts(self, shape: Shape, variant: Variant, one: Pass) -> Iterator[Layout]:
         """Everything that is left to choose: how data parallelism shards the weights."""
-        for dims in self._dims(shape.dp, shape.tp, shape.cp, shape.pp, shape.ep):
-            for zero, unit, each in self._shardings_for(dims, variant):
+        for dims in self.dims(shape):
+            for zero, unit, each in self.shardings(dims, variant):
                 layout = self.layout(shape, variant, one, dims=dims, zero_stage=zero, layers_per_unit=unit,
                                      reduce_every_microbatch=each)
                 if not (self.question.trainable and support.layout_problems(layout)):
@@ -236,7 +241,7 @@ class Space:
         """How many layouts are legal, without opening them one by one."""
         total = 0
         for shape in self.shapes():
-            dims = self._dims(shape.dp, shape.tp, shape.cp, shape.pp, shape.ep)
+            dims = self.dims(shape)
             ways = len(self._sequence_splits(shape.tp, shape.cp)) * len(self._methods(shape.cp))
             for example in (next((d for d in dims if d.fsdp > 1), None), next((d for d in dims if d.fsdp == 1), None)):
                 if example is not None:
@@ -279,7 +284,10 @@ class Space:
                     found.append(dims)
         return tuple(found)
 
-    def _shardings_for(self, dims: ParallelDims, variant: Variant) -> tuple[tuple[int, int, bool], ...]:
+    def dims(self, shape: Shape) -> tuple[ParallelDims, ...]:
+        return self._dims(shape.dp, shape.tp, shape.cp, shape.pp, shape.ep)
+
+    def shardings(self, dims: ParallelDims, variant: Variant) -> tuple[tuple[int, int, bool], ...]:
         return self._shardings(dims.fsdp > 1, dims.pp, variant.schedule, variant.num_microbatches > 1,
                                max(variant.layers_per_stage))
 

@@ -72,11 +72,11 @@ def compute_times(model: ModelSpec, layout: Layout, *, stage: int, shape: Shape,
 
 
 def stage_cost(model: ModelSpec, layout: Layout, *, training: TrainingSpec, cluster: ClusterSpec, stage: int,
-               shape: Shape, chip: Chip, software: Software) -> StageCost:
-    """Raises nothing: any legal layout has a cost."""
+               shape: Shape, chip: Chip, software: Software, inner: bool = False) -> StageCost:
+    """Raises nothing: any legal layout has a cost. `inner` leaves out what pp and data parallelism send."""
     compute = compute_times(model, layout, stage=stage, shape=shape, chip=chip, software=software)
     transfers = list(stage_transfers(model, layout, training=training, cluster=cluster, stage=stage,
-                                     software=software))
+                                     software=software, inner=inner))
     m = layout.num_microbatches
     slowed = [0.0, 0.0, 0.0]  # forward, backward, tail: what hiding costs the compute
     if cluster.device == "cuda":

@@ -11,7 +11,7 @@ from jobs.spec.parallel import ZERO_BUBBLE_SCHEDULES, Schedule
 from orchestrator.planner.schedules import Action, order, rank_of, stages_of
 
 # Microbatches after which a step only repeats its steady state: rounds of the pipeline, and at least so many.
-EXACT_ROUNDS, EXACT_MICROBATCHES = 2, 60
+EXACT_ROUNDS, EXACT_MICROBATCHES = 3, 60
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +77,7 @@ def pipeline_s(schedule: Schedule, *, stages: tuple[StageTimes, ...], virtual_st
     pp = len(stages) // virtual_stages
     if len(stages) == 1:
         return num_microbatches * stages[0].work_s
-    rounds = max(EXACT_ROUNDS * virtual_stages, -(-EXACT_MICROBATCHES // pp))
+    rounds = max(EXACT_ROUNDS, -(-EXACT_MICROBATCHES // pp))
     few = rounds * pp + num_microbatches % pp
 
     def run(m: int) -> float:

@@ -3,6 +3,7 @@
 Called by memory, communication and cost. Experts are counted apart: another group of ranks shares them.
 """
 import functools
+import functools
 from dataclasses import dataclass
 
 from jobs.spec.counts import (attention_bias_params, attention_matmul_params, attention_norm_params, embedding_params,
@@ -10,7 +11,6 @@ from jobs.spec.counts import (attention_bias_params, attention_matmul_params, at
                               router_params, shared_expert_params)
 from jobs.spec.model import ModelSpec
 from jobs.spec.parallel import Layout, ParallelDims
-from orchestrator.planner.links import expert_split
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,20 @@ class Weights:
         return self.dense + self.experts
 
 
+@functools.lru_cache(maxsize=4096)
 def block_params(model: ModelSpec, *, tp: int, layer: int = 0) -> int:
-    """Of one block on one tp rank, its routed experts left out: projections are split, norms, routers and the latents'
-    way down (MLA) are whole."""
+    """Of one block on one tp rank, its routed experts left out."""
+    whole, split = _block_parts(model, layer)
+    return whole + split // tp
+
+
+def whole_block_params(model: ModelSpec, layer: int) -> int:
+    """Of one block, what every tp rank holds: norms, routers, MLA's way down to its latents, biases behind sums."""
+    return _block_parts(model, layer)[0]
+
+
+def _block_parts(model: ModelSpec, layer: int) -> tuple[int, int]:
+    """(whole on every tp rank, split over tp)"""
     whole = layer_norm_params(model) + attention_norm_params(model)
     split = attention_matmul_params(model) + attention_bias_params(model)
     if model.bias and model.mla is None:
@@ -39,18 +50,20 @@ def block_params(model: ModelSpec, *, tp: int, layer: int = 0) -> int:
         latents = model.dim * (model.mla.kv_lora_rank + model.mla.qk_rope_head_dim + (model.mla.q_lora_rank or 0))
         whole, split = whole + latents, split - latents
     if model.is_moe(layer):
-        return whole + router_params(model) + (split + shared_expert_params(model)) // tp
+        return whole + router_params(model), split + shared_expert_params(model)
     bias = model.dim if model.bias else 0
-    return whole + bias + (split + ffn_params(model) - bias) // tp
+    return whole + bias, split + ffn_params(model) - bias
 
 
+@functools.lru_cache(maxsize=4096)
 def expert_weights(model: ModelSpec, layer: int, *, dims: ParallelDims) -> int:
     """Of one layer's routed experts on one rank."""
     if not model.is_moe(layer):
         return 0
-    return model.moe.num_experts * expert_params(model) // dims.ep // expert_split(dims)[0]
+    return model.moe.num_experts * expert_params(model) // dims.ep
 
 
+@functools.lru_cache(maxsize=4096)
 def ends_params(model: ModelSpec, *, tp: int, first: bool, last: bool) -> int:
     """Of the embedding and of the final norm with the output projection, split over the vocabulary.
 
@@ -68,10 +81,16 @@ def layer_weights(model: ModelSpec, layer: int, *, dims: ParallelDims) -> Weight
 
 def stage_weights(model: ModelSpec, layout: Layout, stage: int) -> Weights:
     """Of one pipeline stage (a chunk of layers; the first and the last with the model's ends)."""
-    dims, last = layout.dims, layout.num_stages - 1
     start = sum(layout.layers_per_stage[:stage])
-    found = Weights(ends_params(model, tp=dims.tp, first=stage == 0, last=stage == last))
-    for layer, count in layer_kinds(model, start, start + layout.layers_per_stage[stage]):
+    return _weights_of(model, start, start + layout.layers_per_stage[stage], tp=layout.dims.tp, ep=layout.dims.ep,
+                       first=stage == 0, last=stage == layout.num_stages - 1)
+
+
+@functools.lru_cache(maxsize=65536)
+def _weights_of(model: ModelSpec, start: int, stop: int, *, tp: int, ep: int, first: bool, last: bool) -> Weights:
+    """Of the layers from start to stop, with the model's ends where they belong to them. Asked for every layout."""
+    found, dims = Weights(ends_params(model, tp=tp, first=first, last=last)), ParallelDims(tp=tp, ep=ep)
+    for layer, count in layer_kinds(model, start, stop):
         one = layer_weights(model, layer, dims=dims)
         found += Weights(count * one.dense, count * one.experts)
     return found

@@ -16,7 +16,7 @@ from orchestrator.validation.table import Row, convention_of, measured_step_s
 
 GIB_PER_GB = 1e9 / 2**30
 LEAST_FIRST = ("none", "selective", "full")
-USABLE_MEMORY = 0.96  # of a GPU, beside the context
+USABLE_MEMORY = 0.97  # of a GPU, beside the context
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +70,7 @@ def _settle_recompute(rows: tuple[Row, ...], cases: dict[int, tuple[ModelSpec, S
             jobs[rows[i].group, rows[i].model, setup.training.global_batch_size, rows[i].gpu].append(i)
     settled = dict(cases)
     for members in jobs.values():
-        for how in LEAST_FIRST:
+        for how in _choices(cases[members[0]][1]):
             trial = {i: (cases[i][0], _with_recompute(cases[i][1], how)) for i in members}
             settled |= trial
             if all(_memory_gib(model, setup) <= _usable_gib(setup) for model, setup in trial.values()):
@@ -79,12 +79,20 @@ def _settle_recompute(rows: tuple[Row, ...], cases: dict[int, tuple[ModelSpec, S
 
 
 def _settle_sharding(row: Row, model: ModelSpec, setup: Setup) -> Setup:
-    """Of a row that states no ZeRO stage and whose whole weights would not fit: it sharded them."""
+    """Of a row that states no ZeRO stage, has no pipeline, and whose whole weights would not fit: it sharded them."""
     full = _with_recompute(setup, "full")
-    if row.zero_stage is not None or _memory_gib(model, full) <= _usable_gib(setup):
+    stated = row.zero_stage is not None or setup.layout.dims.pp > 1 or not setup.software.flash_attention
+    if stated or _memory_gib(model, full) <= _usable_gib(setup):
         return setup
     dims = dataclasses.replace(setup.layout.dims, dp_replicate=1, dp_shard=setup.layout.dims.dp)
     return dataclasses.replace(setup, layout=dataclasses.replace(setup.layout, dims=dims, zero_stage=3))
+
+
+def _choices(setup: Setup) -> tuple[str, ...]:
+    """How a trainer could recompute, least first. Selective recompute came with sequence parallelism in 2022, to
+    trainers that interleave; the kernels of 2021 without interleaving had all or nothing."""
+    old = not setup.software.flash_attention
+    return ("none", "full") if old and setup.layout.virtual_stages == 1 else LEAST_FIRST
 
 
 def _settle_microbatch(row: Row, model: ModelSpec, setup: Setup) -> Setup:

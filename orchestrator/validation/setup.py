@@ -54,14 +54,15 @@ def cluster_of(row: Row) -> ClusterSpec:
     if row.n_gpus % per_node:
         raise NotPriced(f"n_gpus={row.n_gpus} are not whole nodes of {per_node}")
     hardware = GPUS[gpu]
-    return ClusterSpec(name="published", kind="slurm", num_nodes=row.n_gpus // per_node, gpus_per_node=per_node, gpu=gpu,
-                       inter_node_gb_s=hardware.nic_gb_s)
+    return ClusterSpec(name="published", kind="slurm", num_nodes=row.n_gpus // per_node, gpus_per_node=per_node,
+                       gpu=gpu, inter_node_gb_s=hardware.nic_gb_s)
 
 
 def gpu_of(name: str, *, memory_gb: float | None) -> str:
     """A name of GPUS. Of a chip with several memories the one stated, else the largest."""
     plain = name.lower().replace(" ", "-")
-    family = max((known.split("-")[0] for known in GPUS if plain.startswith(known.split("-")[0])), key=len, default=None)
+    families = {known.split("-")[0] for known in GPUS}
+    family = max((known for known in families if plain.startswith(known)), key=len, default=None)
     if family is None:
         raise NotPriced(f"unknown GPU {name}")
     kinds = [spec for known, spec in GPUS.items() if known.split("-")[0] == family]
@@ -83,7 +84,7 @@ def _training(row: Row) -> TrainingSpec:
     fsdp, precision = _is_fsdp(row), row.precision or ""
     low = precision == "fp16" or matmul_dtype(precision) in ("float8", "float4")
     return TrainingSpec(steps=1, seq_len=row.seq_len, global_batch_size=batch, param_dtype="bfloat16",
-                        # FSDP of published runs reduces in 16 bits, as do fp16 trainers and fp8 recipes; others in float32
+                        # published FSDP reduces in 16 bits, as do fp16 trainers and fp8 recipes; others in float32
                         reduce_dtype="bfloat16" if fsdp or low else "float32")
 
 
@@ -124,7 +125,7 @@ def _layout(row: Row, *, model: ModelSpec, dims: ParallelDims, global_batch_size
     return Layout(dims=dims, microbatch_size=size, num_microbatches=share,
                   layers_per_stage=_split(model.num_layers, dims.pp * chunks), sequence_parallel=sequence_parallel,
                   schedule="interleaved_1f1b" if interleaved else "1f1b", virtual_stages=chunks, recompute=recompute,
-                  zero_stage=zero, cp_method="ring")
+                  zero_stage=zero, reduce_every_microbatch=zero == 3, cp_method="ring")
 
 
 def _split(layers: int, stages: int) -> tuple[int, ...]:
@@ -167,14 +168,17 @@ def _software(row: Row, *, old: bool) -> Software:
         matmul_dtype=dtype,
         flash_attention=not old,
         fused_kernels="compile" in precision or not fsdp,
-        fused_loss=True,
+        fused_loss="compile" not in precision and not eager,  # PyTorch's own loss keeps float32 gradients beside
         dropout=old,
         selective_keeps_matmuls=fsdp,
+        selective_repeats_ffn=megatron and "mlp" in (row.recompute or ""),
         regathers_inputs=megatron,
+        frees_outputs=megatron,
         keeps_half_weights=not fsdp or old,
         gradient_bytes=2 if low or dtype == "float16" else 4,
         overlaps_gradients=fsdp or (megatron and not old),
         overlaps_tensor_parallel="asynctp" in precision or (megatron and not old),
+        dispatches_once=megatron,
         ports=ports,
     )
 

@@ -16,7 +16,7 @@ SHOWN_FITS = 12
 
 
 def show_report(report: Report, console: Console) -> None:
-    """Print everything; reads well from 110 columns on."""
+    """Print everything; reads well from 110 columns on. `no`: rows refused."""
     console.print(_groups(report))
     for line in _totals(report):
         console.print(line, highlight=False)
@@ -29,10 +29,10 @@ def show_report(report: Report, console: Console) -> None:
 
 def _groups(report: Report) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
-    for column in ("group", "", "rows", "refused", "MAPE", "worst", "τ", "regret", "memory", "worst row"):
+    for column in ("group", "", "rows", "no", "MAPE", "worst", "τ", "regret", "memory", "worst row"):
         table.add_column(column, justify="left" if column in ("group", "", "worst row") else "right", no_wrap=True)
     for one in report.groups:
-        table.add_row(one.group, "fitted" if one.fitted else "", str(one.rows), str(one.refused), _percent(one.mape),
+        table.add_row(one.group, "fit" if one.fitted else "", str(one.rows), str(one.refused), _percent(one.mape),
                       _percent(one.max_ape), _figure(one.tau, "{:.2f}"), _figure(one.regret, "{:.3f}"),
                       _percent(one.memory_mape), _end(one))
     return table
@@ -41,7 +41,7 @@ def _groups(report: Report) -> Table:
 def _end(one: GroupStatistics) -> str:
     """The worst row's id without the name of its group, which stands at the line's beginning."""
     worst = (one.worst or "").removeprefix(one.group).lstrip("-")
-    return worst if len(worst) <= 36 else worst[:35] + "…"
+    return worst if len(worst) <= 24 else "…" + worst[-23:]
 
 
 def _totals(report: Report) -> list[str]:
@@ -49,7 +49,8 @@ def _totals(report: Report) -> list[str]:
     fitted = {one.group for one in report.groups if one.fitted}
     lines = []
     for name, chosen in (("fitted, dense", [p for p in report.rows if p.row.group in fitted and not _mixture(p)]),
-                         ("not fitted, dense", [p for p in report.rows if p.row.group not in fitted and not _mixture(p)]),
+                         ("not fitted, dense", [p for p in report.rows
+                                                if p.row.group not in fitted and not _mixture(p)]),
                          ("mixtures of experts", [p for p in report.rows if _mixture(p)])):
         errors = [p.ape for p in chosen if p.ape is not None]
         if errors:
@@ -65,8 +66,8 @@ def _mixture(one: Predicted) -> bool:
 def _fits(report: Report) -> list[str]:
     fits = report.fits
     lines = [f"fits: {fits.ran_and_fits} ran and fit, {len(fits.ran_but_refused)} ran but were predicted not to, "
-             f"{len(fits.failed_but_fits)} failed but were predicted to fit, {fits.failed_and_refused} failed as predicted; "
-             f"precision {_percent(fits.precision)}, recall {_percent(fits.recall)}"]
+             f"{len(fits.failed_but_fits)} failed but were predicted to fit, {fits.failed_and_refused} failed as "
+             f"predicted; precision {_percent(fits.precision)}, recall {_percent(fits.recall)}"]
     lines += [f"  failed but fits: {one}" for one in fits.failed_but_fits[:SHOWN_FITS]]
     more = len(fits.ran_but_refused) - SHOWN_FITS
     lines += [f"  ran but refused: {one}" for one in fits.ran_but_refused[:SHOWN_FITS]]

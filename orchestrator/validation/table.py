@@ -67,7 +67,8 @@ NEEDED = ("id", "gpu", "n_gpus")
 def read_table(path: Path, *, group_by: str) -> tuple[Row, ...]:
     """The rows of a CSV. Columns that are not known are left alone; a cell that is not a number is a problem."""
     if not path.is_file():
-        raise SpecError([Problem(where="table", value=str(path), message="does not exist; give a CSV of measured runs")])
+        raise SpecError([Problem(where="table", value=str(path),
+                                 message="does not exist; give a CSV of measured runs")])
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file)
         header = reader.fieldnames or []

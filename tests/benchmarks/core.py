@@ -5,7 +5,8 @@
 Ours is the whole trainer (loader, metrics, fault hooks, reports); the others are the loops one would write by hand, on
 the same decoder, with tokens already in memory. All contenders of a layout are alive in the same ranks and take turns,
 a few steps each, so that a noisy neighbour slows all of them; what counts is the median of the ratios of neighbouring
-turns. Peak memory is of a run of its own: resident memory above that of the freshly forked rank.
+turns. Beside it the same of the CPU time of one rank, which others on the machine disturb less. Peak memory is of a run
+of its own: resident memory above that of the freshly forked rank.
 """
 import argparse
 import resource
@@ -37,7 +38,7 @@ from jobs.spec.training import OptimizerSpec, TrainingSpec
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import ListRecorder, build_trainer, job, layout
 
-MODEL = ModelSpec(name="bench", vocab_size=256, dim=256, num_layers=4, num_heads=8, num_kv_heads=4, ffn_dim=1024)
+MODEL = ModelSpec(name="bench", vocab_size=256, dim=128, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=512)
 TRAINING = TrainingSpec(steps=10**6, seq_len=128, global_batch_size=8, optimizer=OptimizerSpec(warmup_steps=10))
 Turn = Callable[[int], None]  # number of steps
 
@@ -137,9 +138,11 @@ def dtensor_tp(spec: JobSpec) -> Turn:
 # what → (layout, contenders beside ours)
 LAYOUTS = {
     "one rank": (dict(), {"loop by hand": by_hand}),
-    "dp_replicate2": (dict(dp_replicate=2), {"DDP": ddp}),
-    "dp_replicate2, accumulating": (dict(dp_replicate=2, microbatch_size=2), {"DDP": ddp}),
-    "dp_shard2, ZeRO-1": (dict(dp_shard=2, zero_stage=1), {"DDP + ZeroRedundancyOptimizer": ddp_zero1, "DDP": ddp}),
+    # all layers in one unit: DDP's buckets of 25 MB, too, are larger than this model
+    "dp_replicate2": (dict(dp_replicate=2, layers_per_unit=4), {"DDP": ddp}),
+    "dp_replicate2, accumulating": (dict(dp_replicate=2, layers_per_unit=4, microbatch_size=2), {"DDP": ddp}),
+    "dp_shard2, ZeRO-1": (dict(dp_shard=2, layers_per_unit=4, zero_stage=1),
+                          {"DDP + ZeroRedundancyOptimizer": ddp_zero1, "DDP": ddp}),
     "dp_shard2, ZeRO-2": (dict(dp_shard=2, zero_stage=2), {"FSDP2": fsdp2}),
     "dp_shard2, ZeRO-3": (dict(dp_shard=2), {"FSDP2": fsdp2}),
     "tp2": (dict(tp=2, microbatch_size=8), {"DTensor TP": dtensor_tp}),
@@ -149,25 +152,31 @@ LAYOUTS = {
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
     seconds: list[float]  # of each turn
+    cpu_s: list[float]  # of this rank, all threads
     waiting: float | None = None  # share of the step that data took, ours only
 
 
 def take_turns(spec: JobSpec, contenders: dict[str, Callable[[JobSpec], Turn]], rounds: int,
                steps: int) -> dict[str, Measured]:
     turns = {name: build(spec) for name, build in contenders.items()}
-    seconds = {name: [] for name in turns}
+    seconds, cpu_s = ({name: [] for name in turns} for _ in range(2))
     for number in range(rounds + 2):  # the first two warm up
         for name, turn in turns.items():
             dist.barrier()
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             turn(steps)
             dist.barrier()
             if number > 1:
                 seconds[name].append(time.perf_counter() - start)
+                cpu_s[name].append(time.process_time() - cpu_start)
     reports = [report for turn in turns.values() for report in getattr(turn, "reports", ())
                if isinstance(report, StepReport) and report.step > 2 * steps]
     waiting = sum(r.data_s for r in reports) / sum(r.step_time_s for r in reports) if reports else None
-    return {name: Measured(seconds=s, waiting=waiting) for name, s in seconds.items()}
+    return {name: Measured(seconds=seconds[name], cpu_s=cpu_s[name], waiting=waiting) for name in turns}
+
+
+def ratio(theirs: list[float], ours: list[float]) -> float:
+    return statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
 
 
 def peak_bytes(spec: JobSpec, build: Callable[[JobSpec], Turn]) -> int:
@@ -187,12 +196,13 @@ def measure(name: str, folder: Path, *, rounds: int, steps: int) -> None:
     measured = run_ranks(take_turns, world_size=world_size, args=(spec, contenders, rounds, steps), timeout_s=900)[0]
     tokens = TRAINING.seq_len * TRAINING.global_batch_size * steps
     for contender, build in contenders.items():
-        mine, theirs = measured["ours"].seconds, measured[contender].seconds
-        ratio = statistics.median(b / a for a, b in zip(mine, theirs, strict=True))
+        mine, theirs = measured["ours"], measured[contender]
+        beside = f"data {100 * mine.waiting:.2f}%"
+        if contender != "ours":
+            beside = f"ours × {ratio(theirs.seconds, mine.seconds):.3f}, CPU × {ratio(theirs.cpu_s, mine.cpu_s):.3f}"
         peak = max(run_ranks(peak_bytes, world_size=world_size, args=(spec, build), timeout_s=300))
-        print(f"{name:28}  {contender:30}  {tokens / statistics.median(theirs):8,.0f} tokens/s   "
-              + (f"ours × {ratio:.3f}" if contender != "ours" else f"data {100 * measured['ours'].waiting:.2f}%").ljust(14)
-              + f"  peak {peak / 2**20:6.1f} MiB", flush=True)
+        print(f"{name:28}  {contender:30}  {tokens / statistics.median(theirs.seconds):8,.0f} tokens/s   {beside:28}  "
+              f"peak {peak / 2**20:6.1f} MiB", flush=True)
 
 
 def main() -> None:

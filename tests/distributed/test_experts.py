@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from jobs.mesh import coordinate
 from jobs.model.moe import Router
+from jobs.parallel.expert import build_expert_mesh
 from jobs.spec.parallel import ParallelDims
 from tests.helpers.models import DEEPSEEK3, MIXTURE
 from tests.helpers.ranks import RanksFailed, run_ranks
@@ -61,7 +63,8 @@ SLOW = {
     "gradients reduced with every microbatch": (dict(dp_shard=2, ep=2, reduce_every_microbatch=True), MIXTURE),
     "three experts on four ranks": (dict(dp_shard=4, microbatch_size=1), dataclasses.replace(
         MIXTURE, moe=dataclasses.replace(MIXTURE.moe, num_experts=3))),
-    "rows of experts sharded: two experts each on four ranks": (dict(dp_shard=4, tp=2, ep=2, microbatch_size=1), MIXTURE),
+    "rows of experts sharded: two experts each on four ranks": (dict(dp_shard=4, tp=2, ep=2, microbatch_size=1),
+                                                                MIXTURE),
 }
 
 
@@ -105,7 +108,7 @@ def chosen_experts(spec) -> list[tuple[int, int, list[list[int]]]]:
             if isinstance(module, Router):
                 number = int(name.split(".")[1])
                 module.register_forward_hook(lambda _, __, out, number=number: seen.append((number, out[1].clone())))
-    share = spec.layout.dims.dp_index({axis: parallel.mesh.get_local_rank(axis) for axis in parallel.mesh.mesh_dim_names})
+    share = spec.layout.dims.dp_index(coordinate(parallel.mesh))
     rows = spec.layout.microbatch_size * spec.layout.num_microbatches
     batch = (torch.arange(8 * 16).view(8, 16) * 7 % 256)[share * rows:(share + 1) * rows]
     parallel.forward_backward(batch, batch)
@@ -203,7 +206,6 @@ def test_what_does_not_fit_is_refused(case, tmp_path):
 
 def test_every_dimension_of_ep_is_innermost():
     """`ep` takes the ranks whose links are fastest; see jobs.parallel.expert."""
-    from jobs.parallel.expert import build_expert_mesh
 
     def mine():
         dims = ParallelDims(dp_shard=2, tp=2, ep=2)

@@ -20,17 +20,21 @@ SURPLUS = dataclasses.replace(TRAINING, global_batch_size=7)
 
 # what is special about the case → (layout, model)
 FAST = {
-    "GPT: dropout and biases under sequence parallelism": (dict(tp=2), GPT),
+    "GPT: dropout and biases under sequence parallelism": (dict(tp=2, microbatch_size=1), GPT),
     "GPT: dropout is told which sequences a later stage has": (dict(pp=2), GPT),
     "GPT: dropout, whole tokens on both tp ranks": (dict(tp=2, sequence_parallel=False), GPT),
     "GPT: dropout drops the same when recomputed": (dict(recompute="full"), GPT),
     "Gemma 2: ZeRO-3 × tp": (dict(dp_shard=2, tp=2), GEMMA2),
     "MLA: latents gathered over tp": (dict(tp=2), LATENT),
     "norms of the rank's own heads, without sequence parallelism": (dict(tp=2, sequence_parallel=False), QK_NORM),
-    "mixture: counts of a sequence that tp ranks share": (dict(tp=2), MIXTURE),
+    "mixture: counts of a sequence that tp ranks share": (dict(tp=2, microbatch_size=1), MIXTURE),
 }
 SLOW = {
     "GPT: microbatches of one": (dict(microbatch_size=1), GPT),
+    "GPT: two sequences over four tp ranks": (dict(tp=4, microbatch_size=2), GPT),
+    "GPT: whole sequences on each tp rank": (dict(tp=2), GPT),
+    "mixture: whole sequences on each tp rank": (dict(tp=2), MIXTURE),
+    "mixture: sequences on cp and tp ranks": (dict(cp=2, tp=2, microbatch_size=1), MIXTURE),
     "GPT: dropout over replicas": (dict(dp_replicate=2), GPT),
     "GPT: dropout over shards, ZeRO-1": (dict(dp_shard=2, zero_stage=1), GPT),
     "GPT: recompute selective, tp": (dict(tp=2, recompute="selective"), GPT),

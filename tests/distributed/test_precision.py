@@ -14,6 +14,7 @@ from tests.helpers.training import TINY, TRAINING, Outcome, build_model, job, la
 pytestmark = pytest.mark.distributed
 
 RESOLUTION = 2.0**-8  # of bfloat16, relative
+MANY = 64  # microbatches
 BF16 = dataclasses.replace(TRAINING, param_dtype="bfloat16")
 TIED = dataclasses.replace(TINY, tie_embeddings=True)
 
@@ -23,6 +24,11 @@ CASES = {
     "dp_replicate2": dict(dp_replicate=2),
     "tp2 × dp_shard2": dict(tp=2, dp_shard=2),
     "pp2": dict(pp=2),
+    "ZeRO-1": dict(dp_shard=2, zero_stage=1),
+    "ZeRO-1 in a V, whose weight gradients go round autograd's hooks": dict(dp_shard=2, pp=2, zero_stage=1,
+                                                                            schedule="zbv", virtual_stages=2),
+    "cp2": dict(cp=2),
+    "cp2, gathered keys": dict(cp=2, cp_method="allgather"),
     "pp2 × tp2 without sequence parallelism": dict(pp=2, tp=2, sequence_parallel=False),
 }
 
@@ -52,3 +58,23 @@ def dtypes(spec) -> tuple[set, set]:
 def test_master_weights_and_their_gradients_are_float32(tmp_path):
     spec = job(tmp_path, layout(), training=BF16)
     assert run_ranks(dtypes, world_size=1, args=(spec,)) == [({"torch.float32"}, {"torch.float32"})]
+
+
+def largest_sum_error(spec) -> float:
+    """Between the gradient of many microbatches of one sequence and that of one microbatch of all."""
+    batch = torch.randint(0, 256, (MANY, spec.training.seq_len), generator=torch.Generator().manual_seed(0))
+    grads = []
+    for size in (1, MANY):
+        where = dataclasses.replace(spec.layout, microbatch_size=size, num_microbatches=MANY // size)
+        parallel = build_model(dataclasses.replace(spec, layout=where))
+        parallel.forward_backward(batch, batch)
+        grads.append({name: p.grad for name, p in parallel.parameters.items()})
+    errors = [(grads[0][name] - g).norm() / g.norm() for name, g in grads[1].items()]
+    return max(errors).item()
+
+
+def test_microbatches_are_summed_in_float32(tmp_path):
+    """Each addend is rounded once; were the sum rounded with each of them, it would be three times as far off."""
+    training = dataclasses.replace(BF16, global_batch_size=MANY)
+    spec = job(tmp_path, layout(global_batch_size=MANY), training=training)
+    assert run_ranks(largest_sum_error, world_size=1, args=(spec,))[0] < RESOLUTION

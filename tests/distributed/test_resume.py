@@ -126,8 +126,8 @@ def test_replicated_tensors_are_written_once(tmp_path):
         chunks = [c for path in folder.glob("rank-*.json") for c in json.loads(path.read_text())["chunks"]]
         return sum(c["num_bytes"] for c in chunks if not c["tensor"].startswith("random."))
 
-    layouts = [dict(), dict(tp=2, dp_replicate=2), dict(pp=2, dp_shard=2), dict(dp_shard=2, dp_replicate=2, zero_stage=1),
-               dict(cp=2), dict(pp=2, schedule="zbv", virtual_stages=2)]
+    layouts = [dict(), dict(tp=2, dp_replicate=2), dict(pp=2, dp_shard=2),
+               dict(dp_shard=2, dp_replicate=2, zero_stage=1), dict(cp=2), dict(pp=2, schedule="zbv", virtual_stages=2)]
     assert len({written(**degrees) for degrees in layouts}) == 1
 
 

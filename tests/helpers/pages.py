@@ -10,8 +10,8 @@ from orchestrator.planner.question import Question
 from tests.helpers.planning import SMALL, cpu, plan_for, training
 
 HOSTILE = ["<script>document.hacked=1</script>", '"><img src=x onerror="document.hacked=1">',
-           "</script><script>document.hacked=1</script>", "</title><style>*{display:none}</style>", "<!--", "$title ${data}",
-           "a&lt;b & c\u2028d"]
+           "</script><script>document.hacked=1</script>", "</title><style>*{display:none}</style>", "<!--",
+           "$title ${data}", "a&lt;b & c\u2028d"]
 FEW = {"schedule": "1f1b", "zero_stage": 3, "layers_per_unit": 1, "recompute": "none", "uneven_batch": False}
 
 

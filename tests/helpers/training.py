@@ -156,7 +156,8 @@ def build_model(spec: JobSpec) -> ParallelModel:
     """In a rank: its part of the job's model."""
     device = torch.device("cpu")
     mesh = build_mesh(spec.layout.dims, device=device)
-    return parallelize(spec.model, mesh=mesh, layout=spec.layout, training=spec.training, device=device)
+    return parallelize(spec.model, mesh=mesh, layout=spec.layout, training=spec.training, device=device,
+                       weights=train.first_weights(spec))
 
 
 def build_trainer(spec: JobSpec, *, recorder: Recorder) -> Trainer:

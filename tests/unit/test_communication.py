@@ -1,14 +1,18 @@
 """The planner's transfers: volumes of the papers, links from the ranks' real places, α–β costs."""
+import dataclasses
 import itertools
 
 import pytest
 
-from jobs.spec.counts import num_params
+from jobs.spec.counts import layer_params, num_params
 from jobs.spec.model import ModelSpec
 from jobs.spec.parallel import MESH_ORDER, ParallelDims
-from orchestrator.planner.communication import (INTER_NODE_EFFICIENCY, INTRA_NODE_EFFICIENCY, Group, axis_group,
-                                                collective_s, gather_passes, stage_transfers)
-from tests.helpers.planning import SMALL, h100, layout_of, training
+from jobs.spec.model import MoeSpec
+from orchestrator.cluster import SwitchSpec
+from orchestrator.planner.communication import gather_passes, moved_bytes, stage_transfers
+from orchestrator.planner.constants import INTER_NODE_EFFICIENCY, INTRA_NODE_EFFICIENCY
+from orchestrator.planner.links import Group, axis_group, collective_s, placed_group
+from tests.helpers.planning import LLAMA3_8B, SMALL, h100, layout_of, training
 
 SEVEN_B = ModelSpec(name="7b", vocab_size=32000, dim=4096, num_layers=32, num_heads=32, num_kv_heads=32, ffn_dim=11008)
 
@@ -44,13 +48,31 @@ def test_tp_moves_megatrons_bytes(recompute, sequence_parallel, units):
     assert wire == pytest.approx(units * b * 2048 * 4096 * (t - 1) / t * 32 * m)
 
 
-def test_teaching_figures_of_a_7b_model():
-    """32 layers, 4096, sequence 2048, microbatch 4, bf16: 4.30 GB of TP payload forward, 0.067 GB over a boundary."""
-    tp = transfers(SEVEN_B, dims={"tp": 8}, microbatch_size=4, sequence_parallel=False)
-    both = sum(one.payload_bytes * one.times for one in tp if one.what == "attention and ffn")
-    assert both / 2 == pytest.approx(4.30e9, rel=2e-3)
-    pp = transfers(SEVEN_B, dims={"pp": 2}, microbatch_size=4)
-    assert [one.payload_bytes for one in pp if one.axis == "pp"] == [pytest.approx(0.067e9, rel=3e-3)]
+# 32 layers of 4096 with a vocabulary that makes 7.0 billion parameters
+TEACHING = dataclasses.replace(SEVEN_B, vocab_size=64000)
+# axis, degrees, phase → GB per step of a microbatch of 4 × 2048 in bf16, as taught
+TAUGHT_GB = [
+    ("dp_replicate", {"dp_replicate": 8}, None, 28.0),  # float32 gradients, once
+    ("tp", {"tp": 8}, "forward", 4.30),  # payload_forward: two all-reduces a layer
+    ("pp", {"pp": 2}, "forward", 0.067),  # over one boundary
+]
+
+
+@pytest.mark.parametrize("axis,dims,phase,gb", TAUGHT_GB)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_teaching_figures_of_a_7b_model(axis, dims, phase, gb, sequence_parallel):
+    found = [one for one in transfers(TEACHING, dims=dims, microbatch_size=4, sequence_parallel=sequence_parallel)
+             if axis != "tp" or one.what == "attention and ffn"]
+    assert moved_bytes(found, axis=axis, phase=phase) / 1e9 == pytest.approx(gb, rel=5e-3)
+
+
+def test_on_the_wire_tp_moves_forward_and_backward():
+    """Beside the textbook's payload: a ring sends 2(t−1)/t of it, forward and again backward."""
+    t = 8
+    found = [one for one in transfers(TEACHING, dims={"tp": t}, microbatch_size=4) if one.what == "attention and ffn"]
+    wire = {phase: sum(one.wire_bytes for one in found if one.phase == phase) for phase in ("forward", "backward")}
+    ring = 2 * (t - 1) / t * moved_bytes(found, axis="tp", phase="forward")
+    assert wire["forward"] == wire["backward"] == pytest.approx(ring)
 
 
 def test_fsdp_gathers_twice_and_scatters_float32_gradients_once():
@@ -58,8 +80,9 @@ def test_fsdp_gathers_twice_and_scatters_float32_gradients_once():
     params = num_params(SEVEN_B)
     gathered = sum(one.payload_bytes * one.times for one in found if one.op == "all_gather")
     scattered = sum(one.payload_bytes * one.times for one in found if one.op == "reduce_scatter")
-    root = SEVEN_B.vocab_size * SEVEN_B.dim + SEVEN_B.dim  # norm and output stay gathered through the backward
-    assert gathered == pytest.approx(2 * (2 * params - root))
+    # the last two units, norm with output and the layer before it, stay gathered through the backward
+    kept = SEVEN_B.vocab_size * SEVEN_B.dim + SEVEN_B.dim + layer_params(SEVEN_B)
+    assert gathered == pytest.approx(2 * (2 * params - kept))
     assert scattered == pytest.approx(4 * params)
 
 
@@ -114,3 +137,117 @@ def test_groups_share_all_network_ports_of_their_nodes():
     eight = collective_s("all_gather", payload, Group(ranks=16, nodes=2, per_node=8), cluster=cluster)
     inside = 15 / 16 * payload / (450e9 * INTRA_NODE_EFFICIENCY)
     assert eight == pytest.approx(max(one / 8, inside))
+
+
+# cp_method → of one layer and microbatch: (op, phase, payload in 16-bit blocks of one rank's keys and values, times).
+# Gradients are summed in float32: twice the bytes.
+CP = {
+    "ring": {("send_recv", "forward", 1, 3), ("send_recv", "backward", 1, 3), ("send_recv", "backward", 2, 4)},
+    "allgather": {("all_gather", "forward", 4, 1), ("all_gather", "backward", 4, 1),
+                  ("reduce_scatter", "backward", 8, 1)},
+}
+
+
+@pytest.mark.parametrize("method", CP)
+def test_context_parallel_moves_keys_and_values_of_the_kv_heads_alone(method):
+    cp, b, s = 4, 2, 4096
+    found = transfers(LLAMA3_8B, seq_len=s, dims={"cp": cp}, microbatch_size=b, cp_method=method)
+    block = 2 * b * (s // cp) * 2 * LLAMA3_8B.num_kv_heads * LLAMA3_8B.head_size
+    counted = {(one.op, one.phase, one.payload_bytes / block, one.times / LLAMA3_8B.num_layers)
+               for one in found if one.axis == "cp"}
+    assert counted == CP[method]
+
+
+def test_experts_receive_top_k_copies_forward_and_backward():
+    """4·2·b·s·k·h per layer of experts and microbatch, dispatch and combine both ways; the wire carries (e−1)/e."""
+    ep, m, b, s = 8, 3, 2, 2048
+    model = dataclasses.replace(SEVEN_B, moe=MoeSpec(num_experts=16, top_k=2, ffn_dim=1024, first_layer=2))
+    found = [one for one in transfers(model, seq_len=s, dims={"dp_shard": 8, "ep": ep}, microbatch_size=b,
+                                      num_microbatches=m) if one.what == "tokens to experts and back"]
+    whole = 4 * 2 * b * s * 2 * model.dim * (model.num_layers - 2) * m
+    assert sum(one.payload_bytes * one.times for one in found) == whole
+    assert sum(one.wire_bytes for one in found) == pytest.approx(whole * (ep - 1) / ep)
+
+
+def test_experts_are_reduced_over_the_ranks_that_share_them():
+    """ep of 8 in dp_shard of 32: each expert is on four ranks, so its gradients are reduced over four."""
+    model = dataclasses.replace(SEVEN_B, moe=MoeSpec(num_experts=16, top_k=2, ffn_dim=1024))
+    found = transfers(model, dims={"dp_shard": 32, "ep": 8}, microbatch_size=1)
+    ranks = {one.what: one.ranks for one in found if one.op == "reduce_scatter"}
+    assert ranks["experts: gradients"] == 4 and ranks["layers: gradients"] == 32
+
+
+# zero_stage, m, reduce_every_microbatch → gathers and reductions of a unit of layers per step
+ZERO = [(1, 4, False, 1, 1), (2, 4, False, 1, 1), (2, 4, True, 1, 4), (3, 4, False, 8, 1), (3, 4, True, 8, 4)]
+
+
+@pytest.mark.parametrize("zero_stage,m,every,gathers,reductions", ZERO)
+def test_zero_stages_gather_and_reduce_as_often_as_they_must(zero_stage, m, every, gathers, reductions):
+    found = transfers(SEVEN_B, dims={"dp_shard": 8}, num_microbatches=m, zero_stage=zero_stage,
+                      reduce_every_microbatch=every)
+    times = {op: sum(one.times for one in found if one.op == op and one.what.startswith("embedding"))
+             for op in ("all_gather", "reduce_scatter")}
+    assert times == {"all_gather": gathers, "reduce_scatter": reductions}
+
+
+def test_larger_units_send_the_same_bytes_in_fewer_messages():
+    one, four = ([t for t in transfers(SEVEN_B, dims={"dp_shard": 8}, layers_per_unit=n)
+                  if t.what == "layers: gradients"] for n in (1, 4))
+    assert [t.times for t in one] == [32] and [t.times for t in four] == [8]
+    assert one[0].payload_bytes * 32 == four[0].payload_bytes * 8
+
+
+def test_both_ends_of_a_v_exchange_no_tied_gradient_and_no_message_at_its_turn():
+    tied = dataclasses.replace(SMALL, tie_embeddings=True, num_layers=8)
+    layout = dataclasses.replace(layout_of(tied, dims={"pp": 4}, num_microbatches=8), layers_per_stage=(1,) * 8,
+                                 schedule="zbv", virtual_stages=2, zero_stage=2)
+    spec = training(global_batch_size=8)
+    sent = {stage: [one.what for one in stage_transfers(tied, layout, training=spec, cluster=h100(1), stage=stage)
+                    if one.axis == "pp"] for stage in (0, 3, 4, 7)}
+    assert sent == {0: ["hidden states"], 3: ["their gradients"], 4: ["hidden states"], 7: ["their gradients"]}
+
+
+# gpus_per_node, domain, switches, degrees → link of tp, and of dp_shard, and how much the switches narrow it
+PLACES = [
+    (8, None, [], {"tp": 8, "dp_shard": 4}, "intra_node", "inter_node", 1.0),
+    (8, None, [], {"tp": 16, "dp_shard": 2}, "inter_node", "inter_node", 1.0),
+    (4, 72, [], {"tp": 8, "dp_shard": 4}, "nvlink_domain", "nvlink_domain", 1.0),
+    (4, 72, [], {"tp": 8, "dp_shard": 16}, "nvlink_domain", "inter_node", 1.0),
+    (8, None, [SwitchSpec(nodes=2, oversubscription=3.0)], {"tp": 8, "dp_shard": 2}, "intra_node", "inter_node", 1.0),
+    (8, None, [SwitchSpec(nodes=2, oversubscription=3.0)], {"tp": 8, "dp_shard": 4}, "intra_node", "spine", 3.0),
+    (8, None, [SwitchSpec(nodes=2, oversubscription=3.0), SwitchSpec(nodes=4, oversubscription=2.0)],
+     {"tp": 8, "dp_shard": 8}, "intra_node", "spine", 6.0),
+]
+
+
+@pytest.mark.parametrize("per_node,domain,switches,degrees,tp,dp,narrowing", PLACES)
+def test_groups_cross_the_links_that_lie_between_their_ranks(per_node, domain, switches, degrees, tp, dp, narrowing):
+    cluster = h100(64, nvlink_domain=domain, switches=switches)
+    cluster = dataclasses.replace(cluster, gpus_per_node=per_node)
+    dims = ParallelDims(**degrees)
+    assert placed_group(dims, "tp", cluster=cluster).link == tp
+    found = placed_group(dims, "dp_shard", cluster=cluster)
+    assert (found.link, found.narrowing) == (dp, narrowing)
+
+
+def test_a_narrow_spine_slows_what_crosses_it():
+    wide, narrow = (h100(8, switches=[SwitchSpec(nodes=2, oversubscription=o)], inter_node_latency_us=0.0,
+                         intra_node_latency_us=0.0) for o in (1.0, 4.0))
+    dims = ParallelDims(tp=8, dp_shard=8)
+    seconds = [collective_s("all_gather", 1e9, placed_group(dims, "dp_shard", cluster=c), cluster=c)
+               for c in (wide, narrow)]
+    assert seconds[1] == pytest.approx(4 * seconds[0])
+
+
+def test_an_all_to_all_leaves_through_each_ranks_own_port():
+    cluster = h100(2, inter_node_latency_us=0.0, intra_node_latency_us=0.0)
+    group = Group(ranks=16, nodes=2, per_node=8, link="inter_node")
+    own_port = 0.5e9 / (50e9 * INTER_NODE_EFFICIENCY)
+    assert collective_s("all_to_all", 1e9, group, cluster=cluster) == pytest.approx(own_port)
+
+
+def test_small_messages_cost_what_was_measured():
+    """An all-reduce of 1 MiB over 8 H200 takes 46 µs (39.9 GB/s bus bandwidth, 7/4 of the payload)."""
+    group = Group(ranks=8, nodes=1, per_node=8)
+    measured = 1.75 * 2**20 / 39.9e9
+    assert collective_s("all_reduce", 2**20, group, cluster=h100(1)) == pytest.approx(measured, rel=0.25)

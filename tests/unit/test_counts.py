@@ -1,4 +1,4 @@
-"""Parameter and FLOP counts of every kind of model, against published figures and against small ones counted by hand."""
+"""Parameter and FLOP counts of every kind of model, against published figures and small models counted by hand."""
 import dataclasses
 from pathlib import Path
 
@@ -25,7 +25,8 @@ PUBLISHED = {
 }
 
 H, FFN, HEADS, KV, VOCABULARY, LAYERS = 8, 32, 4, 2, 16, 3
-TINY = ModelSpec(name="tiny", vocab_size=VOCABULARY, dim=H, num_layers=LAYERS, num_heads=HEADS, num_kv_heads=KV, ffn_dim=FFN)
+TINY = ModelSpec(name="tiny", vocab_size=VOCABULARY, dim=H, num_layers=LAYERS, num_heads=HEADS, num_kv_heads=KV,
+                 ffn_dim=FFN)
 ATTENTION = H * (2 * 8 + 2 * 4)  # q and o of four heads of two, k and v of two
 SWIGLU = 3 * H * FFN
 MLA = MlaSpec(kv_lora_rank=6, q_lora_rank=5, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=3)

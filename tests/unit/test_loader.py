@@ -69,6 +69,16 @@ def test_shares_of_any_number_of_ranks_make_up_the_same_batch(shares, tokens):
         assert torch.equal(torch.cat([part[i] for part in parts]), whole[i])
 
 
+@pytest.mark.parametrize("chunks", [(0, 1), (1, 0), (0,)])
+def test_chunks_of_a_sequence_are_its_columns(chunks, tokens):
+    whole = loader(tokens, range(BATCH)).batch(3)
+    part = loader(tokens, range(BATCH), chunks=chunks, num_chunks=2).batch(3)
+    half = SEQ_LEN // 2
+    for i in (0, 1):
+        wanted = torch.cat([whole[i][:, chunk * half:(chunk + 1) * half] for chunk in chunks], dim=1)
+        assert torch.equal(part[i], wanted)
+
+
 def test_a_batch_does_not_depend_on_what_was_read_before(tokens):
     straight = loader(tokens, range(BATCH))
     batches = [straight.batch(cursor) for cursor in range(6)]  # the reader ahead is right each time

@@ -1,9 +1,14 @@
 """The planner's memory model against the papers' formulas and figures."""
+import dataclasses
+
 import pytest
 
 from jobs.spec.counts import num_params
-from jobs.spec.model import ModelSpec
-from orchestrator.planner.memory import BlockShape, block_activation_bytes, in_flight, stage_memory, stage_params
+from jobs.spec.model import MlaSpec, ModelSpec, MoeSpec
+from orchestrator.planner.activations import BlockShape, block_activation_bytes, block_shape
+from orchestrator.planner.memory import in_flight, stage_memory, stage_params
+from orchestrator.planner.schedules import peak_held
+from orchestrator.planner.software import Software
 from tests.helpers.planning import LLAMA3_8B, SMALL, layout_of, training
 
 # Korthikanti et al., table 3: s, b, h, a of the 22B, 175B, 530B and 1T models
@@ -21,6 +26,19 @@ KORTHIKANTI = [
 
 # GPUs → GB per GPU of a 7-billion-parameter float32 model with everything sharded (ZeRO-3)
 ZERO3_7B_GB = [(1, 112.0), (4, 28.0), (8, 14.0), (32, 3.5)]
+# ZeRO stage → the same on 1, 4, 8 and 32 GPUs of a trainer that keeps what it does not shard (arXiv:1910.02054)
+ZERO_7B_GB = {1: (112.0, 70.0, 63.0, 57.75), 2: (112.0, 49.0, 38.5, 30.625), 3: (112.0, 28.0, 14.0, 3.5)}
+
+# Korthikanti et al.: L, h, a, microbatch, p, v of the 22B, 175B, 530B and 1T models, t = 8, s = 2048
+MODELS = {"22b": (48, 6144, 64, 4, 1, 1), "175b": (96, 12288, 96, 1, 8, 3), "530b": (105, 20480, 128, 1, 35, 3),
+          "1t": (128, 25600, 160, 1, 64, 1)}
+# GiB that the first pipeline rank keeps for its layers: sbhL(10 + 24/t + 5as/(ht)) with tensor parallelism alone, and
+# 34·sbhL/t with sequence parallelism and selective recompute; interleaved × (1 + (p−1)/(pv))
+GIB = {"22b": (59.25, 9.56), "175b": (66.84, 12.35), "530b": (114.02, 23.08), "1t": (131.25, 26.56)}
+DEEPSEEK = ModelSpec(name="mla", vocab_size=129280, dim=7168, num_layers=61, num_heads=128, num_kv_heads=128,
+                     ffn_dim=18432, mla=MlaSpec(kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128,
+                                                qk_rope_head_dim=64, v_head_dim=128))
+PUBLISHED = Software(flash_attention=False, dropout=True, regathers_inputs=True, selective_keeps_matmuls=False)
 
 # pp, num_microbatches → in flight per stage under 1F1B
 IN_FLIGHT = [(1, 4, [1]), (2, 4, [2, 1]), (4, 8, [4, 3, 2, 1]), (4, 4, [4, 3, 2, 1])]
@@ -80,6 +98,30 @@ def test_stages_together_hold_the_model_once(dims, tied):
     assert held == num_params(model) + (tp - 1) * norms + copies
 
 
+# option → what tp ranks hold more than once, per layer
+MODELS_HELD = {
+    "experts": ({"moe": MoeSpec(num_experts=4, top_k=2, ffn_dim=16, num_shared_experts=1, first_layer=2)}, 0),
+    "latent attention": ({"mla": MlaSpec(kv_lora_rank=8, q_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=2,
+                                         v_head_dim=4)}, 32 * (8 + 2 + 6) + 8 + 6),
+    "biases": ({"bias": True, "norm": "layernorm", "ffn": "gelu"}, 2 * 32),  # behind the partial sums of wo and of down
+    "learned positions": ({"positions": "learned", "max_positions": 11}, 0),
+}
+
+
+@pytest.mark.parametrize("name", MODELS_HELD)
+def test_stages_hold_every_kind_of_model_once(name):
+    options, repeated = MODELS_HELD[name]
+    model = ModelSpec(name="m", vocab_size=64, dim=32, num_layers=6, num_heads=4, num_kv_heads=4, ffn_dim=64, **options)
+    for dims in ({}, {"pp": 2}, {"pp": 3}):
+        layout = layout_of(model, dims=dims)
+        assert sum(stage_params(model, layout, s) for s in range(layout.dims.pp)) == num_params(model)
+    if model.moe is None:
+        whole = layout_of(model, dims={"tp": 2})
+        norms = (2 * model.num_layers + 1) * model.dim * (2 if model.norm == "layernorm" else 1)
+        positions = (model.max_positions or 0) * model.dim
+        assert 2 * stage_params(model, whole, 0) == num_params(model) + norms + positions + model.num_layers * repeated
+
+
 @pytest.mark.parametrize("pp,m,expected", IN_FLIGHT)
 def test_1f1b_microbatches_in_flight(pp, m, expected):
     layout = layout_of(SMALL, dims={"pp": pp}, num_microbatches=m)
@@ -96,3 +138,93 @@ def test_logits_weigh_on_the_last_stage_only():
 def test_single_float32_rank_gathers_nothing():
     memory = stage_memory(SMALL, layout_of(SMALL), training=training(global_batch_size=1), stage=0, device="cuda")
     assert memory.gathered_bytes == 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("column", [0, 1], ids=["tensor parallel", "sequence parallel, selective"])
+def test_the_eight_figures_of_korthikanti(name, column):
+    layers, h, a, b, p, v = MODELS[name]
+    model = ModelSpec(name=name, vocab_size=51200, dim=h, num_layers=layers, num_heads=a, num_kv_heads=a, ffn_dim=4 * h,
+                      ffn="gelu")
+    shape = block_shape(model, microbatch_size=b, seq_len=2048, element_bytes=2, device="cuda", software=PUBLISHED)
+    block = block_activation_bytes(shape, tp=8, sequence_parallel=column == 1, recompute=("none", "selective")[column])
+    held = peak_held("interleaved_1f1b" if v > 1 else "1f1b", rank=0, pp=p, virtual_stages=v, num_microbatches=4 * p)
+    computed = sum(held) * layers / (p * v) * block / 2**30
+    s, t = 2048, 8
+    formula = (s * b * h * (10 + 24 / t + 5 * a * s / (h * t)), 34 * s * b * h / t)[column]
+    interleaving = 1 + (p - 1) / (p * v) if v > 1 else 1.0
+    assert computed == pytest.approx(formula * layers * interleaving / 2**30, abs=1e-6)
+    assert computed == pytest.approx(GIB[name][column], abs=0.01)
+
+
+@pytest.mark.parametrize("stage", ZERO_7B_GB)
+def test_zero_stages_of_a_7b_model(stage):
+    for gpus, gb in zip((1, 4, 8, 32), ZERO_7B_GB[stage]):
+        layout = layout_of(LLAMA3_8B, dims={"dp_shard": gpus}, zero_stage=stage)
+        memory = stage_memory(LLAMA3_8B, layout, training=training(global_batch_size=gpus), stage=0, device="cuda",
+                              software=Software(keeps_half_weights=True))
+        states = memory.parameters_bytes + memory.gradients_bytes + memory.optimizer_bytes
+        assert states / num_params(LLAMA3_8B) * 7e9 == pytest.approx(gb * 1e9, rel=1e-6)
+
+
+def test_our_float32_zero1_keeps_masters_as_rows_of_the_weights():
+    memory = stage_memory(SMALL, layout_of(SMALL, dims={"dp_shard": 4}, zero_stage=1),
+                          training=training(global_batch_size=4), stage=0, device="cuda")
+    params = num_params(SMALL)
+    assert memory.parameters_bytes + memory.gathered_bytes == 4 * params
+    assert (memory.gradients_bytes, memory.optimizer_bytes) == (4 * params, 8 * params / 4)
+
+
+def test_reducing_every_microbatch_keeps_sharded_gradients():
+    spec = training(global_batch_size=16)
+    layout = layout_of(SMALL, dims={"dp_shard": 4}, num_microbatches=4, reduce_every_microbatch=True)
+    memory = stage_memory(SMALL, layout, training=spec, stage=0, device="cuda")
+    assert memory.gradients_bytes == num_params(SMALL)
+
+
+def test_the_attention_matrix_of_128k_tokens_and_32_heads_is_a_terabyte():
+    shapes = [BlockShape(seq_len=131072, microbatch_size=1, dim=4096, num_heads=32, num_kv_heads=32, head_dim=128,
+                         ffn_dim=16384, flash_attention=flash) for flash in (True, False)]
+    fused, unfused = (block_activation_bytes(s, tp=1, sequence_parallel=False, recompute="none") for s in shapes)
+    assert (unfused - fused) / 2 == pytest.approx(1.0e12, rel=0.1)  # softmax and what dropout makes of it
+
+
+# schedule, virtual stages → layers' worth of microbatches in flight on the first rank of four, eight layers
+SCHEDULES = [("gpipe", 1, 16 * 2), ("1f1b", 1, 4 * 2), ("interleaved_1f1b", 2, 11), ("interleaved_zero_bubble", 2, 8),
+             ("zbv", 2, 8), ("dualpipev", 2, 9)]
+
+
+@pytest.mark.parametrize("schedule,v,worth", SCHEDULES)
+def test_schedules_hold_what_their_papers_say(schedule, v, worth):
+    model = dataclasses.replace(SMALL, num_layers=8)
+    layout = dataclasses.replace(layout_of(model, dims={"pp": 4}, num_microbatches=16), schedule=schedule,
+                                 virtual_stages=v, layers_per_stage=(8 // (4 * v),) * (4 * v), zero_stage=2)
+    spec = training(global_batch_size=16, seq_len=128, param_dtype="bfloat16")
+    shape = block_shape(model, microbatch_size=1, seq_len=128, element_bytes=2, device="cuda")
+    block = block_activation_bytes(shape, tp=1, sequence_parallel=True, recompute="none")
+    held = peak_held(schedule, rank=0, pp=4, virtual_stages=v, num_microbatches=16)
+    memory = stage_memory(model, layout, training=spec, stage=0, device="cuda")
+    boundaries = sum(held) * 2 * 2 * 128 * model.dim
+    assert memory.activations_bytes == pytest.approx(worth * block + boundaries)
+
+
+def test_experts_are_held_by_their_ep_ranks_and_sharded_over_the_rest():
+    model = dataclasses.replace(SMALL, moe=MoeSpec(num_experts=16, top_k=2, ffn_dim=512))
+    alone, spread = (stage_memory(model, layout_of(model, dims={"dp_shard": 8, "ep": ep}, zero_stage=3),
+                                  training=training(global_batch_size=8), stage=0, device="cuda") for ep in (1, 8))
+    assert spread.parameters_bytes == pytest.approx(alone.parameters_bytes, rel=0.01)  # sharded by 8 either way
+    assert spread.gathered_bytes < alone.gathered_bytes / 2
+
+
+def test_latent_attention_keeps_its_latents_whole():
+    shape = block_shape(DEEPSEEK, microbatch_size=1, seq_len=1, element_bytes=2, device="cuda")
+    one, eight = (block_activation_bytes(shape, tp=t, sequence_parallel=True, recompute="none") for t in (1, 8))
+    assert eight > one / 8 + 2 * (512 + 64 + 1536) * 7 / 8 - 1
+
+
+def test_context_parallelism_divides_activations_and_logits():
+    spec = training(global_batch_size=1, seq_len=8192, param_dtype="bfloat16")
+    one, four = (stage_memory(LLAMA3_8B, layout_of(LLAMA3_8B, dims={"cp": cp}), training=spec, stage=0, device="cuda")
+                 for cp in (1, 4))
+    assert four.activations_bytes == pytest.approx(one.activations_bytes / 4)
+    assert four.logits_bytes == one.logits_bytes / 4 and four.communication_bytes > one.communication_bytes

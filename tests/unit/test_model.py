@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from jobs.loss import IGNORED, cross_entropy
+from jobs.model.attention import AttentionKind, causal_attention
 from jobs.model.initial import INIT_ROWS, initial_rows, initial_slice
-from jobs.model.places import Places, keep, locate, mix, sequence_keys
+from jobs.model.places import Places, dropped, locate, mix, sequence_keys
 from jobs.model.transformer import Transformer
 from jobs.spec.counts import num_params
 from jobs.spec.model import MlaSpec, ModelSpec
@@ -39,8 +40,8 @@ SPECS = {
     "Megatron-LM's GPT": dataclasses.replace(SPEC, num_kv_heads=6, norm="layernorm", ffn="gelu", bias=True,
                                              positions="learned", max_positions=9, tie_embeddings=True),
     "Gemma 2": dataclasses.replace(SPEC, head_dim=8, ffn="geglu", post_norms=True, norm_offset=True,
-                                   embedding_scale=True, tie_embeddings=True, attention_scale=0.4, attention_softcap=0.5,
-                                   output_softcap=0.2, sliding_window=3, global_every=2),
+                                   embedding_scale=True, tie_embeddings=True, attention_scale=0.4,
+                                   attention_softcap=0.5, output_softcap=0.2, sliding_window=3, global_every=2),
     "latent attention": dataclasses.replace(SPEC, mla=MLA),
     "latent attention, queries not compressed": dataclasses.replace(SPEC, mla=dataclasses.replace(MLA,
                                                                                                  q_lora_rank=None)),
@@ -67,6 +68,33 @@ def test_logits_match_the_definition(name):
     assert wanted.std() > 0.01  # not all alike
 
 
+# seq_len, window, softcap; chunks are of 256 queries
+ATTENTIONS = [(700, None, 2.0), (700, 100, 2.0), (600, 300, 2.0), (700, 100, None), (600, 300, None), (256, 5, None),
+              (257, 256, 3.0)]
+
+
+@pytest.mark.parametrize("seq_len, window, softcap", ATTENTIONS)
+def test_attention_in_chunks_is_attention(seq_len, window, softcap):
+    """Values and gradients, against the whole matrix of scores."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, upstream = (torch.randn(2, seq_len, heads, 8, generator=generator, dtype=torch.float64)
+                         for heads in (4, 2, 2, 4))
+    wrt = [t.requires_grad_() for t in (q, k, v)]
+    kind = AttentionKind(scale=0.7, softcap=softcap, window=window)
+
+    def whole():
+        scores = 0.7 * torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, dim=2))
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        seen = torch.ones(seq_len, seq_len).tril().triu(-seq_len if window is None else 1 - window).bool()
+        shares = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        return torch.einsum("bhqk,bkhd->bqhd", shares, v.repeat_interleave(2, dim=2))
+
+    found, wanted = causal_attention(q, k, v, kind=kind), whole()
+    assert torch.allclose(found, wanted, atol=1e-10)
+    gradients = [torch.autograd.grad((out * upstream).sum(), wrt) for out in (found, wanted)]
+    assert all(torch.allclose(a, b, atol=1e-10) for a, b in zip(*gradients))
+
+
 # options that leave the parameters as they are
 OPTIONS = [dict(norm_offset=True), dict(ffn="geglu"), dict(embedding_scale=True), dict(attention_scale=0.3),
            dict(attention_softcap=0.5), dict(output_softcap=0.2), dict(sliding_window=3, global_every=2),
@@ -77,7 +105,8 @@ OPTIONS = [dict(norm_offset=True), dict(ffn="geglu"), dict(embedding_scale=True)
 @torch.no_grad()
 def test_no_option_is_without_effect(option):
     plain, tokens = build(SPEC), torch.tensor([[3, 1, 4, 1, 5, 9, 2]])
-    changed = Transformer(dataclasses.replace(SPEC, **option), layers=range(SPEC.num_layers), is_first=True, is_last=True)
+    changed = Transformer(dataclasses.replace(SPEC, **option), layers=range(SPEC.num_layers), is_first=True,
+                          is_last=True)
     changed.load_state_dict(plain.state_dict())
     assert (changed(tokens) - plain(tokens)).abs().max() > 1e-2
 
@@ -133,7 +162,8 @@ def test_residual_projections_start_smaller():
 
 
 def test_a_box_of_a_weight_is_cut_out_of_the_whole():
-    for shape, sizes, offsets in [((300, 8), (5, 3), (290, 2)), ((4, 300, 8), (2, 200, 8), (1, 50, 0)), ((9,), (4,), (5,))]:
+    for shape, sizes, offsets in [((300, 8), (5, 3), (290, 2)), ((4, 300, 8), (2, 200, 8), (1, 50, 0)),
+                                  ((9,), (4,), (5,))]:
         whole = initial_slice("a.weight", shape, sizes=shape, offsets=(0,) * len(shape), spec=SPEC, seed=3)
         box = initial_slice("a.weight", shape, sizes=sizes, offsets=offsets, spec=SPEC, seed=3)
         assert torch.equal(box, whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes))])
@@ -149,7 +179,8 @@ def masks(keys: torch.Tensor, seq_len: int) -> dict[int, torch.Tensor]:
     """What dropout multiplies with in DROPOUT, from the model's own random numbers: by site, [seq, dim]."""
     places = Places()
     tokens = locate(torch.empty(1, seq_len, 1), places=places, keys=keys, weights=None)
-    return {site: keep(tokens.keys, site=site, size=SPEC.dim, p=0.25)[0] / 0.75 for site in range(2 * SPEC.num_layers + 1)}
+    return {site: (~dropped(tokens.keys, site=site, size=SPEC.dim, p=0.25)[0]) / 0.75
+            for site in range(2 * SPEC.num_layers + 1)}
 
 
 @torch.no_grad()
@@ -167,8 +198,8 @@ def test_dropout_draws_like_independent_coins():
     n, p = 400, 0.25
 
     def draw(*, seed=0, step=1, slot=5, site=3, token=0):
-        return keep(mix(sequence_keys(torch.tensor([slot]), seed=seed, step=step) + torch.arange(n) + token),
-                    site=site, size=n, p=p).float()
+        keys = mix(sequence_keys(torch.tensor([slot]), seed=seed, step=step) + torch.arange(n) + token)
+        return 1 - dropped(keys, site=site, size=n, p=p).float()
 
     base = draw()
     others = [draw(seed=1), draw(step=2), draw(slot=6), draw(site=4), draw(token=n), base.roll(1, 0), base.roll(1, 1)]

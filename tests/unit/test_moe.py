@@ -14,8 +14,8 @@ from jobs.spec.model import MlaSpec, ModelSpec, MoeSpec
 from tests.helpers.naive import Naive
 
 MOE = MoeSpec(num_experts=6, top_k=2, ffn_dim=10, balance="none")
-SPEC = ModelSpec(name="mixture", vocab_size=64, dim=24, num_layers=3, num_heads=6, num_kv_heads=2, ffn_dim=40, head_dim=4,
-                 init_std=0.2, moe=MOE)
+SPEC = ModelSpec(name="mixture", vocab_size=64, dim=24, num_layers=3, num_heads=6, num_kv_heads=2, ffn_dim=40,
+                 head_dim=4, init_std=0.2, moe=MOE)
 # name → changes of MOE, changes of SPEC
 SPECS = {
     "softmax": ({}, {}),

@@ -11,28 +11,36 @@ from html.parser import HTMLParser
 import pytest
 
 from jobs.spec.counts import num_params
+from jobs.spec.load import SpecError
 from jobs.spec.model import MoeSpec
 from jobs.spec.parallel import ParallelDims
 from orchestrator.planner.cost import step_timeline
-from orchestrator.planner.page import page
+from orchestrator.load import load
+from orchestrator.planner.page import page, write_page
 from orchestrator.planner.page.batch import batch_choices
 from orchestrator.planner.page.families import FAMILIES, family_of, wishes_of
+from orchestrator.planner.page.markup import json_block, tag
 from orchestrator.planner.page.mesh import mesh_data
 from orchestrator.planner.page.pipeline import MAX_SPANS, timeline_data
-from orchestrator.planner.page.scatter import MAX_POINTS, pareto_front, priced_points, scatter_data
+from orchestrator.planner.page.scatter import (FITS, MAX_POINTS, RULED_OUT, TOO_BIG, pareto_front, priced_points,
+                                               scatter_data)
 from orchestrator.planner.page.whatif import crossovers, scaled, what_ifs
 from orchestrator.planner.plan import GIB
 from orchestrator.planner.question import divisors
+from orchestrator.planner.reasons import EQUAL
 from orchestrator.planner.show import seconds, size
 from orchestrator.planner.space import every_layout
+from orchestrator.submission.prepare import prepare
+from tests.helpers.orc import training_run
 from tests.helpers.pages import FEW, HOSTILE, asked, planned
-from tests.helpers.planning import LLAMA3_8B, SMALL, cpu, h100, layout_of, training
+from tests.helpers.planning import LLAMA3_8B, SMALL, cpu, h100, layout_of, plan_for, training
 
 MAX_PAGE_BYTES = 1_500_000
 
 # dims → its axes in use, each with what its groups span on nodes of 4
 MESHES = [
-    (ParallelDims(dp_shard=2, tp=2, pp=2), {"pp": "over 2 nodes", "dp_shard": "inside one node", "tp": "inside one node"}),
+    (ParallelDims(dp_shard=2, tp=2, pp=2),
+     {"pp": "over 2 nodes", "dp_shard": "inside one node", "tp": "inside one node"}),
     (ParallelDims(dp_replicate=4, tp=2), {"dp_replicate": "over 2 nodes, 2 GPUs on each", "tp": "inside one node"}),
     (ParallelDims(dp_shard=4, cp=2, order=("dp_replicate", "dp_shard", "pp", "cp", "tp")),
      {"dp_shard": "over 2 nodes, 2 GPUs on each", "cp": "inside one node"}),
@@ -121,6 +129,14 @@ def test_a_name_cannot_become_markup(name) -> None:
     assert data_of(text)["mesh"]["world_size"] == 8
 
 
+@pytest.mark.parametrize("text", HOSTILE)
+def test_attributes_and_data_hold_any_text(text) -> None:
+    found = Elements(tag("p", text, title=text))
+    assert found.found == [("p", {"title": text})] and found.text["p"] == text
+    block = json_block("data", {"name": text})
+    assert block.count("<") == 2 and block.count(">") == 2 and data_of(block) == {"name": text}
+
+
 def test_the_headline_is_the_plan_s(small) -> None:
     plan, _, text = small
     predicted, job = plan.predicted, plan.job
@@ -156,12 +172,16 @@ def test_the_timeline_is_the_planner_s(schedule, m, pp) -> None:
     layout = dataclasses.replace(layout_of(SMALL, dims={"pp": pp}, num_microbatches=m, schedule=schedule), **stages)
     whole = step_timeline(SMALL, layout, training=training(global_batch_size=m), cluster=cpu(1, pp))
     data = timeline_data(whole)
-    assert sum(len(row["kinds"]) for row in data["rows"]) <= MAX_SPANS + 2
+    kept = sum(len(row["kinds"]) for row in data["rows"])
+    assert kept <= MAX_SPANS + 2
+    assert kept == 2 * m * pp or data["cut"] or schedule == "zbv"
+    assert not data["cut"] or kept > 0.95 * MAX_SPANS
     for rank, row in enumerate(data["rows"]):
         work = [span for span in whole.ranks[rank] if span.kind != "bubble"]
         if data["cut"]:
             first, last = (edge * data["tick_s"] for edge in data["cut"])
-            work = [span for span in work if span.end_s <= first + data["tick_s"] or span.start_s >= last - data["tick_s"]]
+            tick_s = data["tick_s"]
+            work = [span for span in work if span.end_s <= first + tick_s or span.start_s >= last - tick_s]
         assert row["kinds"] == "".join(span.kind for span in work)
         assert row["microbatch"] == [span.microbatch for span in work] and row["stage"] == [span.stage for span in work]
         for name in ("start", "end"):
@@ -176,18 +196,24 @@ def test_points_hold_the_plan_its_rivals_and_an_undominated_front(small) -> None
     priced = priced_points(plan, one, sample=True)
     assert len(priced) <= MAX_POINTS + 1 + len(plan.rejected) and len({p.layout for p in priced}) == len(priced)
     assert {plan.layout, *(loser.layout for loser in plan.rejected)} <= {p.layout for p in priced}
+    assert {p.predicted.memory_limit_gib for p in priced} == {plan.predicted.memory_limit_gib}
     data = scatter_data(plan, priced)
     points = data["points"]
     assert points[data["winner"]][6] == "the plan" and points[data["winner"]][1] == pytest.approx(
         plan.predicted.step_time_s, rel=1e-3)
-    fitting = [(p.predicted.step_time_s, p.predicted.memory_gib) for p in priced if p.fits]
-    front = [p.predicted for p in pareto_front(sorted((p for p in priced if p.fits), key=lambda p: (
+    slowest = plan.predicted.step_time_s * (1 - EQUAL)
+    legal = [p.predicted for p in priced if p.fits and p.predicted.step_time_s >= slowest]
+    assert sum(point[3] == FITS for point in points) == len(legal)
+    fitting = [(p.step_time_s, p.memory_gib) for p in legal]
+    front = [p.predicted for p in pareto_front(sorted((p for p in priced if p.predicted in legal), key=lambda p: (
         p.predicted.step_time_s, p.predicted.memory_gib)))]
     assert len(front) == len(data["front"]) > 0
     for mine in front:
         assert not any(s <= mine.step_time_s and g < mine.memory_gib or s < mine.step_time_s and g <= mine.memory_gib
                        for s, g in fitting)
-    assert all(point[6] for point in points) and all(point[3] or "does not fit" in point[6] for point in points)
+    assert all(point[6] for point in points)
+    assert all(point[3] != TOO_BIG or "too big by" in point[6] for point in points)
+    assert all(point[3] != RULED_OUT or "the request fixes" in point[6] for point in points)
 
 
 def test_a_large_space_is_sampled_the_same_way_twice() -> None:
@@ -263,8 +289,28 @@ def test_the_batch_is_spent_as_the_layout_says(small) -> None:
     degrees = [p.layout.dims.dp for p in choices.by_dp]
     assert degrees == sorted(set(degrees)) and len(degrees) > 1 and all(p.fits for p in choices.by_dp)
     assert min(p.predicted.step_time_s for p in choices.by_dp) == pytest.approx(plan.predicted.step_time_s)
+    alike = [one.price(other) for other in every_layout(one.without_wishes().in_detail_like(layout).question)]
+    for best in choices.by_dp:
+        dims = best.layout.dims
+        rivals = [p for p in alike if p.fits and p.layout.dims.dp == dims.dp and p.layout.dims.dp_shard in (1, dims.dp)
+                  and p.layout.dims.world_size == dims.world_size]
+        assert best.predicted.step_time_s <= min(p.predicted.step_time_s for p in rivals) * (1 + 1e-9)
     sizes = [p.layout for p in choices.by_microbatch]
     assert layout in sizes and {one.dims for one in sizes} == {layout.dims}
+
+
+def test_a_run_directory_gets_its_page(tmp_path) -> None:
+    config = load(training_run(tmp_path, nodes=1, ranks=2))
+    plan = plan_for(config.model, config.cluster, config.training)
+    text = prepare(config, plan).plan_page.read_text(encoding="utf-8")
+    assert seconds(plan.predicted.step_time_s) in text and data_of(text)["mesh"]["world_size"] == 2
+
+
+def test_a_page_that_cannot_be_written_is_an_explained_refusal(tmp_path) -> None:
+    config = load(training_run(tmp_path, nodes=1, ranks=2))
+    plan = plan_for(config.model, config.cluster, config.training)
+    with pytest.raises(SpecError, match="--html: .*no/such/page.html' cannot be written: .*; give a file in a folder"):
+        write_page(tmp_path / "no" / "such" / "page.html", plan, config, searching=False)
 
 
 def test_the_quick_page_asks_no_further_question(small) -> None:

@@ -1,4 +1,4 @@
-"""The pipeline's timeline: torch's own orders, the papers' bubbles exactly, uneven stages, its bound and its shortcut."""
+"""The pipeline's timeline: torch's own orders, the papers' bubbles exactly, uneven stages, bound and shortcut."""
 import itertools
 import random
 import types
@@ -108,8 +108,8 @@ def torch_orders(name, p, m):
 @pytest.mark.parametrize("name", ["interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"])
 @pytest.mark.parametrize("p,m", [(2, 4), (2, 10), (4, 8), (4, 24)])
 def test_orders_are_those_that_torch_runs(name, p, m):
-    ours = [[(a.kind, a.stage, a.microbatch) for a in order(name, rank=rank, pp=p, virtual_stages=2, num_microbatches=m)]
-            for rank in range(p)]
+    where = {"pp": p, "virtual_stages": 2, "num_microbatches": m}
+    ours = [[(a.kind, a.stage, a.microbatch) for a in order(name, rank=rank, **where)] for rank in range(p)]
     assert ours == torch_orders(name, p, m)
 
 
@@ -129,9 +129,18 @@ def test_shortcut_and_bound_hold_for_uneven_stages(schedule, v):
     rng = random.Random(f"{schedule} {v}")
     for p, rounds in itertools.product((2, 3, 4), (2, 5, 40)):
         stages, m = uneven(rng, p * v), p * rounds
-        exact = timeline(schedule, stages=stages, virtual_stages=v, num_microbatches=m).total_s
-        assert pipeline_s(schedule, stages=stages, virtual_stages=v, num_microbatches=m) == pytest.approx(exact, rel=1e-6)
-        assert lower_bound_s(schedule, stages=stages, virtual_stages=v, num_microbatches=m) <= exact * (1 + 1e-12)
+        step = {"stages": stages, "virtual_stages": v, "num_microbatches": m}
+        exact = timeline(schedule, **step).total_s
+        assert pipeline_s(schedule, **step) == pytest.approx(exact, rel=1e-6)
+        assert lower_bound_s(schedule, **step) <= exact * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("schedule,v", SCHEDULES)
+def test_the_shortcut_is_within_a_percent_for_many_uneven_stages(schedule, v):
+    """Where so many stages differ, a steady state may need longer to settle than the shortcut waits for it."""
+    step = {"stages": uneven(random.Random(5), 8 * v), "virtual_stages": v, "num_microbatches": 8 * 12}
+    found, bound = pipeline_s(schedule, **step), lower_bound_s(schedule, **step)
+    assert found == pytest.approx(timeline(schedule, **step).total_s, rel=0.01) and found >= bound
 
 
 @pytest.mark.parametrize("schedule,v", [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)])

@@ -13,7 +13,8 @@ from jobs.safetensors import Folder, SafetensorsError, write, write_folder
 from jobs.spec.model import MlaSpec, ModelSpec, MoeSpec
 from jobs.weights import HubWeights, hub_problems, to_hub
 
-BASE = ModelSpec(name="base", vocab_size=64, dim=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=48, init_std=0.3)
+BASE = ModelSpec(name="base", vocab_size=64, dim=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=48,
+                 init_std=0.3)
 MLA = MlaSpec(kv_lora_rank=16, q_lora_rank=24, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
 DEEPSEEK = dataclasses.replace(
     BASE, num_kv_heads=4, norm_eps=1e-6, mla=MLA,  # the eps of its latents' norms is fixed there
@@ -23,13 +24,15 @@ SPECS = {
     "llama": BASE,
     "llama with biases, wide heads, tied": dataclasses.replace(BASE, bias=True, head_dim=12, tie_embeddings=True),
     "qwen3": dataclasses.replace(BASE, qk_norm=True, head_dim=12),
-    "gemma2": dataclasses.replace(BASE, head_dim=12, ffn="geglu", post_norms=True, norm_offset=True, embedding_scale=True,
-                                  tie_embeddings=True, attention_scale=20**-0.5, attention_softcap=2.0, output_softcap=3.0,
-                                  sliding_window=5, global_every=2),
+    "gemma2": dataclasses.replace(BASE, head_dim=12, ffn="geglu", post_norms=True, norm_offset=True,
+                                  embedding_scale=True, tie_embeddings=True, attention_scale=20**-0.5,
+                                  attention_softcap=2.0, output_softcap=3.0, sliding_window=5, global_every=2),
     "mixtral": dataclasses.replace(BASE, moe=MoeSpec(num_experts=4, top_k=2, ffn_dim=24)),
-    "qwen3_moe": dataclasses.replace(BASE, qk_norm=True, moe=MoeSpec(num_experts=4, top_k=2, ffn_dim=24, first_layer=1)),
+    "qwen3_moe": dataclasses.replace(BASE, qk_norm=True,
+                                     moe=MoeSpec(num_experts=4, top_k=2, ffn_dim=24, first_layer=1)),
     "deepseek_v3": DEEPSEEK,
-    "deepseek_v3, queries not compressed": dataclasses.replace(DEEPSEEK, mla=dataclasses.replace(MLA, q_lora_rank=None)),
+    "deepseek_v3, queries not compressed": dataclasses.replace(DEEPSEEK,
+                                                               mla=dataclasses.replace(MLA, q_lora_rank=None)),
 }
 
 

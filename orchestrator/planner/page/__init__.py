@@ -14,7 +14,7 @@ from orchestrator.planner.page import sections
 from orchestrator.planner.page.asked import Asked, asked_of
 from orchestrator.planner.page.batch import batch_choices
 from orchestrator.planner.page.families import FAMILIES
-from orchestrator.planner.page.markup import Html, join, json_block, tag
+from orchestrator.planner.page.markup import Html, json_block, tag
 from orchestrator.planner.page.mesh import mesh_data
 from orchestrator.planner.page.pipeline import timeline_data
 from orchestrator.planner.page.scatter import priced_points, scatter_data
@@ -62,6 +62,7 @@ def page(plan: Plan, asked: Asked, *, searching: bool) -> str:
         "pipeline_note": _pipeline_note(plan),
         "candidates_note": _candidates_note(plan, len(priced)),
         "losers": sections.losers(plan),
+        "axes": sections.axes(plan),
         "refusals": sections.refusals(plan),
         "batch": sections.batch(plan, batch_choices(plan, asked, searching=searching)),
         "what_if_hidden": "" if searching else " hidden",
@@ -74,7 +75,7 @@ def page(plan: Plan, asked: Asked, *, searching: bool) -> str:
 def _pipeline_note(plan: Plan) -> Html:
     dims, predicted = plan.layout.dims, plan.predicted
     if dims.pp == 1:
-        text = "There is no pipeline, so there is no bubble: every GPU computes all layers, microbatch after microbatch."
+        text = "There is no pipeline, so no bubble: every GPU computes all layers, microbatch after microbatch."
     else:
         text = (f"{plan.layout.schedule}: {plan.layout.num_microbatches} microbatches through {dims.pp} stages. "
                 f"Filling and draining leaves {predicted.bubble_fraction:.1%} of the pipeline's time idle "
@@ -83,9 +84,10 @@ def _pipeline_note(plan: Plan) -> Html:
 
 
 def _candidates_note(plan: Plan, shown: int) -> Html:
-    return tag("p", f"{plan.candidates:,} legal layouts were searched in {seconds(plan.search_s)}; {shown:,} of them are "
-                    "shown. Left and low is better; right of the line nothing fits. On the stepped line, the Pareto front, "
-                    "less memory costs time.", class_="note")
+    among = " of them, the best and a sample of the rest" if shown < plan.candidates else ""
+    return tag("p", f"{plan.candidates:,} legal layouts were searched in {seconds(plan.search_s)}. The chart shows "
+                    f"{shown:,}{among}: smaller ones to the left, faster ones below. On the stepped line, the "
+                    "Pareto front, less memory costs time.", class_="note")
 
 
 def _asset(name: str) -> str:

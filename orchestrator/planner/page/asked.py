@@ -59,6 +59,19 @@ class Asked:
         return Search(self.question, headroom=self.headroom, convention=self.mfu_convention)
 
 
+def described(layout: Layout, *, beside: Layout) -> str:
+    """The layout in a line, with those details in which it differs from another."""
+    differ = [name for name in DETAILS if getattr(layout, name) != getattr(beside, name)]
+    if layout.dims.pp == 1:
+        differ = [name for name in differ if name not in ("schedule", "virtual_stages")]
+    more = [f"{name}={getattr(layout, name)}" for name in differ]
+    if layout.dims.order != beside.dims.order:
+        more.append(f"mesh {'×'.join(axis for axis in layout.dims.order if getattr(layout.dims, axis) > 1)}")
+    if layout.num_stages == beside.num_stages and layout.layers_per_stage != beside.layers_per_stage:
+        more.append(f"stages of {min(layout.layers_per_stage)}–{max(layout.layers_per_stage)} layers")
+    return " ".join([str(layout), *more])
+
+
 def asked_of(config: RunConfig) -> Asked:
     """The question of a run that has a model and a training."""
     question = Question(model=config.model, training=config.training, cluster=config.cluster, request=config.parallel,

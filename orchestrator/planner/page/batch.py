@@ -31,7 +31,8 @@ def batch_choices(plan: Plan, asked: Asked, *, searching: bool) -> BatchChoices:
     degrees = degrees if searching else [layout.dims.dp]
     by_dp = [best for dp in degrees if (best := _best_with(dp, alike, plan)) is not None]
     fixed = alike.wishing(**{axis: getattr(layout.dims, axis) for axis in AXES})
-    sizes = {one.microbatch_size: one for one in every_layout(fixed.question) if one.slots < 2 * plan.job.global_batch_size}
+    sizes = {one.microbatch_size: one for one in every_layout(fixed.question)
+             if one.slots < 2 * plan.job.global_batch_size}
     sizes[layout.microbatch_size] = layout
     near = _around(sorted(sizes), layout.microbatch_size, SHOWN_SIZES)
     return BatchChoices(by_dp=tuple(by_dp), by_microbatch=tuple(asked.price(sizes[size]) for size in near))

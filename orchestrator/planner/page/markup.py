@@ -48,7 +48,8 @@ def key(parts: list[tuple[str, str, str]]) -> Html:
     return tag("ul", *items, class_="key")
 
 
-def table(head: list[str], rows: list[list[Any]], *, caption: str, numbers: set[int], marked: int | None = None) -> Html:
+def table(head: list[str], rows: list[list[Any]], *, caption: str, numbers: set[int],
+          marked: int | None = None) -> Html:
     """`numbers`: columns set right; `marked`: the row that is the plan's own. The first column heads its row."""
     def side(column: int) -> str | None:
         return "n" if column in numbers else None

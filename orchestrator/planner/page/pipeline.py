@@ -7,7 +7,7 @@ from typing import Any
 from orchestrator.planner.timeline import Span, Timeline
 
 TICKS = 200_000  # in one step
-MAX_SPANS = 12_000  # about 20 bytes each
+MAX_SPANS = 20_000  # about 20 bytes each
 
 
 def timeline_data(timeline: Timeline) -> dict[str, Any]:

@@ -7,9 +7,10 @@ import dataclasses
 
 from jobs.spec.parallel import AXES, Layout
 from orchestrator.planner.cost import Priced
+from orchestrator.planner.page.asked import described
 from orchestrator.planner.page.batch import BatchChoices, spending
 from orchestrator.planner.page.markup import Html, bar, join, key, table, tag
-from orchestrator.planner.plan import GIB, Plan, Prediction, StageMemory
+from orchestrator.planner.plan import GIB, Plan, Prediction, StageMemory, Transfer
 from orchestrator.planner.show import seconds, size
 
 COLOURS = tuple(f"var(--c{i})" for i in range(1, 9))
@@ -38,7 +39,9 @@ def headline(plan: Plan) -> Html:
         tag("ul", *(_chip(axis, getattr(plan.layout.dims, axis)) for axis in AXES), class_="chips",
             aria_label="degrees of parallelism"),
         tag("dl", *(tag("div", tag("dt", name), tag("dd", value), tag("dd", more, class_="more"))
-                    for name, value, more in figures), class_="figures"))
+                    for name, value, more in figures), class_="figures"),
+        tag("p", tag("b", "Not trained by this version of orc: "), "; ".join(plan.untrained), class_="warn")
+        if plan.untrained else None)
 
 
 def params(count: int) -> str:
@@ -57,7 +60,8 @@ def in_words(layout: Layout, plan: Plan) -> str:
     rest = [f"microbatch {layout.microbatch_size} × {layout.num_microbatches}", f"recompute {layout.recompute}",
             plan.job.param_dtype]
     if dims.pp > 1:
-        rest.insert(1, layout.schedule + (f" with {layout.virtual_stages} stages per rank" if layout.virtual_stages > 1 else ""))
+        chunks = f" with {layout.virtual_stages} stages per rank" if layout.virtual_stages > 1 else ""
+        rest.insert(1, layout.schedule + chunks)
     return f"{sentence[0].upper()}{sentence[1:]}; {', '.join(rest)}."
 
 
@@ -76,8 +80,8 @@ def step_parts(predicted: Prediction) -> list[tuple[str, float, str]]:
 def step_time(plan: Plan) -> Html:
     predicted = plan.predicted
     parts = [part for part in step_parts(predicted) if part[1] > 0]
-    legend = [(name.rpartition(" ")[0].rpartition(" ")[0], f"{seconds(value)} · {value / predicted.step_time_s:.1%}", colour)
-              for name, value, colour in parts]
+    legend = [(name.removesuffix(f" {seconds(value)}"), f"{seconds(value)} · {value / predicted.step_time_s:.1%}",
+               colour) for name, value, colour in parts]
     return join(bar(parts, total=predicted.step_time_s, label="; ".join(name for name, _, _ in parts)), key(legend))
 
 
@@ -93,7 +97,8 @@ def memory(plan: Plan, *, gpu_gib: float) -> Html:
               for name in used]
     marks = tag("div", tag("span", f"limit {size(limit)}"), class_="limit", style=f"--at:{limit / scale:.5f}")
     if far:
-        marks = tag("p", f"The limit, {size(limit)}, lies {limit / heaviest.total_bytes:.0f}× as far right.", class_="note")
+        times = limit / heaviest.total_bytes
+        marks = tag("p", f"The limit, {size(limit)}, lies {times:.0f}× as far right.", class_="note")
     which = f"stage {heaviest.stage}, the heaviest: " if len(plan.memory) > 1 else ""
     figures = [[stage.stage, stage.layers, stage.in_flight, *(size(getattr(stage, name)) for name in used),
                 size(stage.total_bytes)] for stage in plan.memory]
@@ -144,15 +149,31 @@ def communication(plan: Plan) -> Html:
         who = join(axis, tag("small", f"{group[0].ranks:,} ranks, {_link(link)}"))
         rows.append([who, size(sum(t.wire_bytes for t in group)), seconds(total),
                      seconds(exposed), bar(parts, total=longest, label=f"{axis}: {parts[0][0]}, {parts[1][0]}")])
-    every = [[t.axis, t.op.replace("_", " "), t.what, size(t.payload_bytes), f"{t.times:,}", _link(t.link),
-              seconds(t.seconds), seconds(t.exposed_s)] for t in plan.communication]
+    every = [_operation(alike) for alike in _alike(plan.communication)]
+    beside_many = True if len(plan.memory) > 12 else None  # the card next to it is tall
     return join(
         table(["axis", "sent", "time", "exposed", "of the longest"], rows,
               caption="per step, by a rank of the busiest stage", numbers={1, 2, 3}),
         key([("exposed: compute waits", "", "var(--c4)"), ("hidden behind compute", "", "var(--hidden)")]),
         tag("details", tag("summary", "every operation"),
-            table(["axis", "operation", "of", "size", "times", "link", "time", "exposed"], every,
-                  caption="payload of one operation, before it is divided among the ranks", numbers={3, 4, 6, 7})))
+            table(["operation", "size", "times", "time", "exposed"], every, numbers={1, 2, 3, 4},
+                  caption="size: of one operation, before it is divided among the ranks"), open=beside_many))
+
+
+def _alike(transfers: tuple[Transfer, ...]) -> list[list[Transfer]]:
+    """The same operation of several stages on one rank counts as one."""
+    found: dict[tuple, list[Transfer]] = {}
+    for t in transfers:
+        found.setdefault((t.axis, t.op, t.what, t.phase, t.payload_bytes), []).append(t)
+    return list(found.values())
+
+
+def _operation(alike: list[Transfer]) -> list:
+    one = alike[0]
+    when = "" if one.phase == "step" else f", {one.phase}"
+    return [join(one.op.replace("_", " "), tag("small", f"{one.axis}: {one.what}{when}")), size(one.payload_bytes),
+            f"{sum(t.times for t in alike):,}", seconds(sum(t.seconds for t in alike)),
+            seconds(sum(t.exposed_s for t in alike))]
 
 
 def _link(link: str) -> str:
@@ -172,19 +193,20 @@ def batch(plan: Plan, choices: BatchChoices) -> Html:
     sizes = [one.layout == layout for one in choices.by_microbatch]
     tables = [_choices(choices.by_dp, "dp", "the best layout for each dp", own)]
     if len(choices.by_microbatch) > 1:
-        tables.append(_choices(choices.by_microbatch, "microbatch", "the plan's degrees with each microbatch size", sizes))
+        tables.append(_choices(choices.by_microbatch, "microbatch", "the plan's degrees, each microbatch size", sizes))
     legend = key([(name, "", colour) for name, _, colour in PARTS])
     return join(tag("div", *product, class_="product"), tag("p", f"{spending(plan)}.", class_="lead"),
                 tag("div", *tables, class_="pair"), legend)
 
 
 def _choices(found: tuple[Priced, ...], what: str, caption: str, own: list[bool]) -> Html:
-    slowest = max((one.predicted.step_time_s for one in found), default=1.0)
+    slowest = max((one.predicted.step_time_s for one in found if one.fits), default=1.0)
     rows = []
     for one in found:
-        first = f"{one.layout.dims.dp:,}" if what == "dp" else f"{one.layout.microbatch_size} × {one.layout.num_microbatches}"
+        layout, by_dp = one.layout, what == "dp"
+        first = f"{layout.dims.dp:,}" if by_dp else f"{layout.microbatch_size} × {layout.num_microbatches}"
         parts = step_parts(one.predicted)
-        rows.append([first, tag("span", str(one.layout), class_="wrap") if what == "dp" else size(one.predicted.memory_gib * GIB),
+        rows.append([first, tag("span", layout, class_="wrap") if by_dp else size(one.predicted.memory_gib * GIB),
                      f"{max(0.0, one.predicted.bubble_fraction):.1%}", seconds(one.predicted.step_time_s),
                      bar(parts, total=slowest, label="; ".join(name for name, _, _ in parts)) if one.fits
                      else tag("em", "does not fit")])
@@ -197,10 +219,22 @@ def losers(plan: Plan) -> Html:
     """The planner's own short list, in its words."""
     if not plan.rejected:
         return tag("p", "No other layout is legal.", class_="note")
-    items = [tag("li", tag("b", str(loser.layout)),
+    items = [tag("li", tag("b", described(loser.layout, beside=plan.layout)),
                  tag("span", f"{seconds(loser.step_time_s)} · {size(loser.memory_gib * GIB)} · "),
                  tag("span", loser.reason, class_=None if loser.fits else "big")) for loser in plan.rejected]
     return join(tag("h3", "The best that lost"), tag("ol", *items, class_="losers"))
+
+
+def axes(plan: Plan) -> Html:
+    """What each axis is worth: the best layout without or with it."""
+    if not plan.axes:
+        return Html("")
+    rows = [[effect.what, f"{effect.change:+.1%}" if effect.change is not None else "–",
+             tag("span", described(effect.other.layout, beside=plan.layout) if effect.other else effect.note,
+                 class_="wrap"),
+             seconds(effect.other.step_time_s) if effect.other else "–"] for effect in plan.axes]
+    return table(["axis", "step time", "the best such layout", "step"], rows, numbers={1, 3},
+                 caption="what each axis is worth")
 
 
 def refusals(plan: Plan) -> Html:
@@ -208,4 +242,5 @@ def refusals(plan: Plan) -> Html:
         return Html("")
     items = [tag("li", f"{refusal.count:,} × ", tag("b", refusal.rule), f": e.g. {refusal.example}")
              for refusal in plan.refused]
-    return tag("details", tag("summary", f"{sum(r.count for r in plan.refused):,} layouts are illegal"), tag("ul", *items))
+    count = sum(refusal.count for refusal in plan.refused)
+    return tag("details", tag("summary", f"{count:,} layouts are illegal"), tag("ul", *items))

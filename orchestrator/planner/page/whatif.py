@@ -36,7 +36,8 @@ def what_ifs(asked: Asked, plan: Plan) -> list[dict[str, Any]]:
     free = asked.without_wishes().in_detail_like(layout).wishing(
         recompute=asked.question.request.recompute, schedule=sorted({layout.schedule, "1f1b"}),
         virtual_stages=sorted({layout.virtual_stages, 1}), zero_stage=sorted({layout.zero_stage, 3}),
-        microbatch_size=sorted({*MICROBATCH_SIZES, layout.microbatch_size}), ep=sorted({*EXPERT_DEGREES, layout.dims.ep}))
+        microbatch_size=sorted({*MICROBATCH_SIZES, layout.microbatch_size}),
+        ep=sorted({*EXPERT_DEGREES, layout.dims.ep}))
     return [_answer(sweep, free) for sweep in SWEEPS]
 
 
@@ -59,8 +60,8 @@ def _best_per_family(asked: Asked) -> list[dict[str, Any]]:
     """Per family {layout, tokens/s/GPU, step, MFU, memory}, or {why} it is impossible."""
     degrees = divisors(asked.question.world_size)[1:]
     nodes = asked.question.num_nodes
-    return [_best_of(asked.wishing(num_nodes=nodes, **wishes_of(family, degrees=degrees)), some=bool(degrees) or family == 0)
-            for family in range(len(FAMILIES))]
+    every = [asked.wishing(num_nodes=nodes, **wishes_of(family, degrees=degrees)) for family in range(len(FAMILIES))]
+    return [_best_of(one, some=bool(degrees) or family == 0) for family, one in enumerate(every)]
 
 
 def _best_of(asked: Asked, *, some: bool) -> dict[str, Any]:
@@ -127,7 +128,8 @@ def _model(asked: Asked, factor: float) -> tuple[Asked, str] | None:
     if model is None:
         return None
     count = num_params(model)
-    unit, name = next((unit, name) for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1, "")) if count >= unit)
+    units = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1, ""))
+    unit, name = next((unit, name) for unit, name in units if count >= unit)
     return asked.varied(model=model), f"{count / unit:.3g} {name}".strip()
 
 

@@ -125,7 +125,8 @@ function gpuGrid(mesh) {
   function choose(name) {
     axis = axes.get(name);
     byId('axis-note').textContent = `${axis.degree.toLocaleString('en')} ${axis.means}. ${count(axis.groups)} `
-      + `${axis.groups === 1 ? 'group' : 'groups'} of ${count(axis.degree)}, ${axis.groups === 1 ? '' : 'each '}${axis.where}.`;
+      + `${axis.groups === 1 ? 'group' : 'groups'} of ${count(axis.degree)}, `
+      + `${axis.groups === 1 ? '' : 'each '}${axis.where}.`;
     const key = byId('grid-key');
     if (axis.degree <= 16) {
       key.replaceChildren(`${axis.axis} `, ...Array.from({ length: axis.degree }, (_, index) => el('span', {},
@@ -140,8 +141,8 @@ function gpuGrid(mesh) {
   }
 
   function move(event) {
-    const step = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -across, ArrowDown: across, PageUp: -perNode, PageDown: perNode,
-      Home: -Infinity, End: Infinity }[event.key];
+    const step = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -across, ArrowDown: across, PageUp: -perNode,
+      PageDown: perNode, Home: -Infinity, End: Infinity }[event.key];
     if (event.key === 'Escape') point(null);
     if (step === undefined) return;
     event.preventDefault();

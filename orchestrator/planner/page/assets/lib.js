@@ -19,6 +19,17 @@ function fill(node, attributes, children) {
   return node;
 }
 
+// One entry of a legend: a swatch (a colour, or the name of a shape) and what it stands for
+function keyItem(swatch, text, title = null) {
+  const look = swatch.startsWith('var(') ? { style: `background:${swatch}` } : { class: swatch };
+  return el('li', { title }, el('i', look), el('span', {}, text));
+}
+
+// Text in a chart
+function label(x, y, text, { anchor = 'start', strong = false } = {}) {
+  return svg('text', { x, y, 'text-anchor': anchor, class: strong ? 'strong' : null }, text);
+}
+
 // 'var(--c1)' → the colour it stands for now: a canvas does not know variables
 function colour(text) {
   const name = /^var\((.+)\)$/.exec(text);
@@ -75,6 +86,12 @@ function logTicks(low, high) {
     }
   }
   return found.length >= 4 ? found : ticks(low, high, 5);
+}
+
+function powersOfTwo(low, high) {
+  const found = [];
+  for (let power = Math.ceil(Math.log2(low)); 2 ** power <= high; power += 1) found.push(2 ** power);
+  return found;
 }
 
 const tip = {

@@ -1,60 +1,74 @@
 // Candidates: memory against step time, on logarithmic axes where the range asks for it.
+const RULED_OUT = 2;
+
 function candidateScatter(scatter, families) {
   const host = byId('scatter');
-  const points = scatter.points.map(([memory, step, mfu, fits, family, layout, why], index) => (
-    { memory, step, mfu, fits, family, layout, why, index }));
-  const best = Math.min(...points.filter((one) => one.fits).map((one) => one.step));
+  const points = scatter.points.map(([memory, step, mfu, state, family, layout, why], index) => (
+    { memory, step, mfu, state, family, layout, why, index }));
+  const best = Math.min(...points.filter((one) => one.state).map((one) => one.step));
   // What is many times slower or larger would press all that matters into a corner
   const shown = points.filter((one) => one.step <= 6 * best && one.memory <= 5 * scatter.limit_gib);
   let place = null;
   let current = null;
 
-  function scale(values, from, to) {
+  function scale(values, from, to, binary = false) {
     const [low, high] = [Math.min(...values), Math.max(...values)];
     const logarithmic = high / low > 3;
     const pad = logarithmic ? Math.log(high / low) * 0.05 : (high - low) * 0.08 || high * 0.1;
-    const [start, end] = logarithmic ? [low / Math.exp(pad), high * Math.exp(pad)] : [Math.max(0, low - pad), high + pad];
+    const [start, end] = logarithmic ? [low / Math.exp(pad), high * Math.exp(pad)]
+      : [Math.max(0, low - pad), high + pad];
     const position = logarithmic
       ? (value) => from + (to - from) * Math.log(value / start) / Math.log(end / start)
       : (value) => from + (to - from) * (value - start) / (end - start);
-    return { position, ticks: logarithmic ? logTicks(start, end) : ticks(start, end, 5) };
+    if (!logarithmic) return { position, ticks: ticks(start, end, 5) };
+    return { position, ticks: binary ? powersOfTwo(start, end) : logTicks(start, end) };
   }
 
   function draw() {
     const width = host.clientWidth;
     const height = width < 500 ? 340 : 580;
     const margin = { left: 58, right: 16, top: 26, bottom: 40 };
-    const x = scale([...shown.map((one) => one.memory), scatter.limit_gib], margin.left, width - margin.right);
+    // A limit far beyond everything is named, not drawn
+    const far = scatter.limit_gib > 4 * Math.max(...shown.map((one) => one.memory));
+    const sizes = shown.map((one) => one.memory).concat(far ? [] : [scatter.limit_gib]);
+    const x = scale(sizes, margin.left, width - margin.right, true);
     const y = scale(shown.map((one) => one.step), height - margin.bottom, margin.top);
     place = (one) => [x.position(one.memory), y.position(one.step)];
     const picture = svg('svg', { width, height, viewBox: `0 0 ${width} ${height}`, 'aria-hidden': 'true' });
-    drawAxes(picture, x, y, width, height, margin);
+    drawAxes(picture, x, y, width, height, margin, far);
     drawFront(picture);
-    for (const one of [...shown].sort((a, b) => a.fits - b.fits)) picture.append(dot(one));
+    for (const one of [...shown].sort((a, b) => a.state - b.state)) picture.append(dot(one));
     if (scatter.winner !== null) drawWinner(picture, points[scatter.winner], width);
-    picture.append(svg('circle', { id: 'scatter-cursor', r: 9, fill: 'none', stroke: 'var(--ink)', 'stroke-width': 2, visibility: 'hidden' }));
+    picture.append(svg('circle', { id: 'scatter-cursor', r: 9, fill: 'none', stroke: 'var(--ink)', 'stroke-width': 2,
+      visibility: 'hidden' }));
     host.replaceChildren(picture);
   }
 
-  function drawAxes(picture, x, y, width, height, margin) {
+  function drawAxes(picture, x, y, width, height, margin, far) {
     for (const value of y.ticks) {
       const at = y.position(value);
       picture.append(svg('line', { class: 'rule', x1: margin.left, x2: width - margin.right, y1: at, y2: at }),
-        svg('text', { x: margin.left - 8, y: at + 4, 'text-anchor': 'end' }, trimmed(seconds(value))));
+        label(margin.left - 8, at + 4, trimmed(seconds(value)), { anchor: 'end' }));
     }
     let free = -Infinity;
     for (const value of x.ticks) {
       const at = x.position(value);
       if (at - free < 56) continue;
       free = at;
-      picture.append(svg('text', { x: at, y: height - margin.bottom + 18, 'text-anchor': 'middle' }, trimmed(gib(value))));
+      picture.append(label(at, height - margin.bottom + 18, trimmed(gib(value)), { anchor: 'middle' }));
     }
-    picture.append(svg('text', { x: margin.left, y: 12 }, 'step time'),
-      svg('text', { x: width - margin.right, y: height - 4, 'text-anchor': 'end' }, 'memory of the heaviest stage'));
+    picture.append(label(margin.left, 12, 'step time'),
+      label(width - margin.right, height - 4, 'memory of the heaviest stage', { anchor: 'end' }));
+    if (far) {
+      const text = `limit ${gib(scatter.limit_gib)} →`;
+      picture.append(label(width - margin.right, 12, text, { anchor: 'end', strong: true }));
+      return;
+    }
     const limit = x.position(scatter.limit_gib);
     const narrow = limit - margin.left < 170 && width - limit > 110; // no room beside the axis' own name
-    picture.append(svg('line', { class: 'limit-line', x1: limit, x2: limit, y1: margin.top - 6, y2: height - margin.bottom }),
-      svg('text', { x: narrow ? limit + 6 : limit - 6, y: 12, 'text-anchor': narrow ? 'start' : 'end', class: 'strong' }, `limit ${gib(scatter.limit_gib)}`));
+    const line = { class: 'limit-line', x1: limit, x2: limit, y1: margin.top - 6, y2: height - margin.bottom };
+    picture.append(svg('line', line), label(narrow ? limit + 6 : limit - 6, 12, `limit ${gib(scatter.limit_gib)}`,
+      { anchor: narrow ? 'start' : 'end', strong: true }));
   }
 
   function drawFront(picture) {
@@ -67,15 +81,20 @@ function candidateScatter(scatter, families) {
   function dot(one) {
     const [cx, cy] = place(one);
     const shade = families[one.family].colour;
-    return one.fits ? svg('circle', { cx, cy, r: 4.2, fill: shade, 'fill-opacity': 0.8 })
+    if (one.state === RULED_OUT) {
+      return svg('path', { d: `M${cx} ${cy - 5.5}l5.5 5.5l-5.5 5.5l-5.5 -5.5z`, fill: 'var(--card)', stroke: shade,
+        'stroke-width': 2 });
+    }
+    return one.state ? svg('circle', { cx, cy, r: 4.2, fill: shade, 'fill-opacity': 0.8 })
       : svg('circle', { cx, cy, r: 3.4, fill: 'none', stroke: shade, 'stroke-opacity': 0.6, 'stroke-width': 1.3 });
   }
 
   function drawWinner(picture, one, width) {
     const [cx, cy] = place(one);
     const left = cx > width / 2;
-    picture.append(svg('circle', { cx, cy, r: 7.5, fill: families[one.family].colour, stroke: 'var(--ink)', 'stroke-width': 2.5 }),
-      svg('text', { x: left ? cx - 14 : cx + 14, y: cy + 18, 'text-anchor': left ? 'end' : 'start', class: 'strong' }, 'the plan'));
+    const look = { fill: families[one.family].colour, stroke: 'var(--ink)', 'stroke-width': 2.5 };
+    picture.append(svg('circle', { cx, cy, r: 7.5, ...look }),
+      label(left ? cx - 14 : cx + 14, cy + 18, 'the plan', { anchor: left ? 'end' : 'start', strong: true }));
   }
 
   function select(one, x, y) {
@@ -115,11 +134,13 @@ function candidateScatter(scatter, families) {
     byId('scatter-say').textContent = `${one.layout}: ${seconds(one.step)}, ${gib(one.memory)}; ${one.why}`;
   }
 
-  const used = families.map((family, index) => ({ ...family, index })).filter(({ index }) => shown.some((one) => one.family === index));
+  const used = families.filter((_, index) => shown.some((one) => one.family === index));
   const beyond = points.length - shown.length;
   byId('scatter-key').replaceChildren(
-    ...used.map((family) => el('li', { title: family.means }, el('i', { style: `background:${family.colour}` }), el('span', {}, family.name))),
-    ...(shown.some((one) => !one.fits) ? [el('li', {}, el('i', { class: 'ring' }), el('span', {}, 'does not fit'))] : []),
+    ...used.map((family) => keyItem(family.colour, family.name, family.means)),
+    ...(shown.some((one) => !one.state) ? [keyItem('ring', 'does not fit')] : []),
+    ...(shown.some((one) => one.state === RULED_OUT)
+      ? [keyItem('diamond', 'fits and is faster, but is not what was asked for')] : []),
     ...(beyond ? [el('li', {}, el('span', {}, `${count(beyond)} much slower or larger ones are off the chart`))] : []));
   host.addEventListener('pointermove', (event) => select(nearest(event), event.clientX, event.clientY));
   host.addEventListener('pointerdown', (event) => select(nearest(event), event.clientX, event.clientY));

@@ -17,7 +17,8 @@ function pipelineTimeline(timeline) {
     const width = scroller.clientWidth;
     const plot = width - margin.left - margin.right;
     const scale = plot * zoom / timeline.end;
-    return { width, plot, scale, from: scroller.scrollLeft / scale, height: margin.top + rows.length * rowHeight + margin.bottom };
+    const height = margin.top + rows.length * rowHeight + margin.bottom;
+    return { width, plot, scale, from: scroller.scrollLeft / scale, height };
   }
 
   function draw() {
@@ -69,6 +70,9 @@ function pipelineTimeline(timeline) {
     context.globalAlpha = 1;
     context.fillStyle = colour('var(--soft)');
     context.textAlign = 'center';
+    if (right - left > 12 && right - left <= 150) {
+      rows.forEach((row, index) => context.fillText('⋯', (left + right) / 2, margin.top + (index + 0.5) * rowHeight));
+    }
     if (right - left > 150) {
       context.fillText('… the same, again and again …', (left + right) / 2, margin.top + rows.length * rowHeight / 2);
     }
@@ -112,11 +116,12 @@ function pipelineTimeline(timeline) {
     const found = hit(event);
     if (!found) return tip.hide();
     const { index, row, at, busy } = found;
-    if (!busy) return tip.show(event.clientX, event.clientY, `${rankName(index)} waits`, `idle for ${percent(row.idle)} of the step`);
+    const show = (...lines) => tip.show(event.clientX, event.clientY, ...lines);
+    if (!busy) return show(`${rankName(index)} waits`, `idle for ${percent(row.idle)} of the step`);
     const from = row.start[at] * timeline.tick_s;
     const to = row.end[at] * timeline.tick_s;
     const chunk = chunks ? `, stage ${row.stage[at]}` : '';
-    return tip.show(event.clientX, event.clientY, `${rankName(index)}${chunk}: ${names[row.kinds[at]]} of microbatch ${row.microbatch[at]}`,
+    return show(`${rankName(index)}${chunk}: ${names[row.kinds[at]]} of microbatch ${row.microbatch[at]}`,
       `${seconds(from)} – ${seconds(to)}, takes ${seconds(to - from)}`);
   }
 
@@ -131,9 +136,10 @@ function pipelineTimeline(timeline) {
 
   const kinds = [...new Set(rows.flatMap((row) => [...row.kinds]))];
   byId('timeline-key').replaceChildren(
-    ...kinds.map((kind) => el('li', {}, el('i', { style: `background:${colours[kind]}` }), el('span', {}, names[kind]))),
-    ...(rows.length > 1 ? [el('li', {}, el('i', { style: 'background:var(--line)' }), el('span', {}, 'bubble: the stage waits'))] : []));
-  canvas.setAttribute('aria-label', `${rows.length} ${chunks ? 'pp ranks' : 'stages'}; idle share of each: ${rows.map((row) => percent(row.idle)).join(', ')}`);
+    ...kinds.map((kind) => keyItem(colours[kind], names[kind])),
+    ...(rows.length > 1 ? [keyItem('var(--line)', 'bubble: the stage waits')] : []));
+  const idle = rows.map((row) => percent(row.idle)).join(', ');
+  canvas.setAttribute('aria-label', `${rows.length} ${chunks ? 'pp ranks' : 'stages'}; idle share of each: ${idle}`);
   byId('zoom-in').addEventListener('click', () => zoomTo(zoom * 2));
   byId('zoom-out').addEventListener('click', () => zoomTo(zoom / 2));
   byId('zoom-fit').addEventListener('click', () => zoomTo(1));

@@ -1,28 +1,32 @@
 // Small multiples: one varied quantity each, MFU of the best layout of every family, a slider to read values.
 // MFU, because it stays comparable where the model or the sequence changes.
 function whatIf(sweeps, families) {
-  byId('whatif-key').replaceChildren(...families.map((family) => el('li', { title: family.means },
-    el('i', { style: `background:${family.colour}` }), el('span', {}, family.name))));
-  byId('sweeps').replaceChildren(...sweeps.filter((one) => one.labels.length > 1).map((one) => sweepCard(one, families)));
+  byId('whatif-key').replaceChildren(...families.map((family) => keyItem(family.colour, family.name, family.means)));
+  const telling = sweeps.filter((one) => one.labels.length > 1);
+  byId('sweeps').replaceChildren(...telling.map((one) => sweepCard(one, families)));
 }
 
 function sweepCard(sweep, families) {
   const plot = el('div', { class: 'plot' });
-  const slider = el('input', { type: 'range', min: 0, max: sweep.labels.length - 1, step: 1, 'aria-label': sweep.unit });
+  const slider = el('input', { type: 'range', min: 0, max: sweep.labels.length - 1, 'aria-label': sweep.unit });
   slider.value = sweep.now;
   const readout = el('table', {});
-  const card = el('div', { class: 'sweep' }, el('h3', {}, sweep.question), el('p', { class: 'unit' }, `MFU over ${sweep.unit}`),
+  const card = el('div', { class: 'sweep' },
+    el('h3', {}, sweep.question), el('p', { class: 'unit' }, `MFU over ${sweep.unit}`),
     el('p', { class: 'cross' }, sweep.crossovers), plot, slider, readout);
 
   function read() {
     const at = Number(slider.value);
-    slider.setAttribute('aria-valuetext', `${sweep.labels[at]}: ${sweep.best[at] === null ? 'nothing fits' : families[sweep.best[at]].name}`);
-    readout.replaceChildren(el('caption', {}, `at ${sweep.labels[at]}${at === sweep.now ? ', as planned' : ''}: tokens/s per GPU`),
+    const best = sweep.best[at] === null ? 'nothing fits' : families[sweep.best[at]].name;
+    const planned = at === sweep.now ? ', as planned' : '';
+    slider.setAttribute('aria-valuetext', `${sweep.labels[at]}: ${best}`);
+    readout.replaceChildren(el('caption', {}, `at ${sweep.labels[at]}${planned}: tokens/s per GPU`),
       el('tbody', {}, ...families.map((family, index) => {
         const entry = sweep.series[index][at];
         const name = el('td', {}, el('i', { style: `background:${family.colour}` }), family.name);
         if (entry.why) return el('tr', { class: 'none' }, name, el('td', {}, '–'), el('td', {}, entry.why));
-        return el('tr', { class: index === sweep.best[at] ? 'best' : null }, name, el('td', {}, count(entry.tokens_per_s_per_gpu)),
+        return el('tr', { class: index === sweep.best[at] ? 'best' : null }, name,
+          el('td', {}, count(entry.tokens_per_s_per_gpu)),
           el('td', {}, `${entry.layout} · ${seconds(entry.step_time_s)}`));
       })));
     draw();
@@ -57,18 +61,20 @@ function sweepPicture(sweep, families, at, width) {
     picture.append(svg('line', { class: 'rule', x1: left, x2: right, y1: y(value), y2: y(value) }),
       svg('text', { x: left - 8, y: y(value) + 4, 'text-anchor': 'end' }, `${Number((100 * value).toFixed(1))}%`));
   }
-  picture.append(svg('line', { x1: x(at), x2: x(at), y1: top - 6, y2: bottom + 12, stroke: 'var(--ink)', 'stroke-width': 1.5 }));
+  const cursor = { x1: x(at), x2: x(at), y1: top - 6, y2: bottom + 12, stroke: 'var(--ink)', 'stroke-width': 1.5 };
+  picture.append(svg('line', cursor));
   sweep.series.forEach((series, index) => drawFamily(picture, series, families[index].colour, x, y));
   const step = (right - left) / last;
   sweep.best.forEach((family, index) => {
     const [from, to] = [Math.max(left, x(index) - step / 2), Math.min(right, x(index) + step / 2)];
-    picture.append(svg('rect', { x: from, y: bottom + 6, width: to - from, height: 7, fill: family === null ? 'var(--faint)' : families[family].colour }));
+    const fill = family === null ? 'var(--faint)' : families[family].colour;
+    picture.append(svg('rect', { x: from, y: bottom + 6, width: to - from, height: 7, fill }));
   });
   const every = Math.ceil(last * 54 / (right - left)) || 1;
-  sweep.labels.forEach((label, index) => {
+  sweep.labels.forEach((text, index) => {
     if (index !== at && (index % every || Math.abs(x(index) - x(at)) < 50)) return;
     const anchor = x(index) < left + 20 ? 'start' : x(index) > right - 20 ? 'end' : 'middle';
-    picture.append(svg('text', { x: x(index), y: height - 10, 'text-anchor': anchor, class: index === at ? 'strong' : null }, label));
+    picture.append(label(x(index), height - 10, text, { anchor, strong: index === at }));
   });
   return picture;
 }
@@ -87,5 +93,6 @@ function drawFamily(picture, series, shade, x, y) {
     pen = true;
     picture.append(svg('circle', { cx: px, cy: py, r: 3, fill: shade }));
   });
-  if (path) picture.append(svg('path', { d: path, fill: 'none', stroke: shade, 'stroke-width': 2, 'stroke-linejoin': 'round' }));
+  const look = { fill: 'none', stroke: shade, 'stroke-width': 2, 'stroke-linejoin': 'round' };
+  if (path) picture.append(svg('path', { d: path, ...look }));
 }

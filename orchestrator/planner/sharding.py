@@ -1,0 +1,96 @@
+"""What data parallelism sends: gathers of parameters and reductions of gradients, by ZeRO stage and unit.
+
+Called by communication for every stage; `gather_passes` by the cost model. The formulas are those of
+jobs.parallel.data and jobs.parallel.buckets.
+"""
+import functools
+
+from jobs.spec.parallel import Layout, Schedule
+from orchestrator.planner.book import Book
+from orchestrator.planner.schedules import order
+from orchestrator.planner.weights import ends_params, layer_weights
+
+
+def gather_passes(layout: Layout, *, stage: int) -> tuple[int, int]:
+    """In how many forwards and backwards of a step FSDP has to gather a unit of `stage`.
+
+    Without resharding in the first forward only. With it in every one of both; under a pipeline torch keeps
+    units gathered from one microbatch's backward to the next forward, so only forwards that do not follow a backward
+    gather, and of the backwards those that follow a forward."""
+    m, pp = layout.num_microbatches, layout.dims.pp
+    if not layout.reshard_after_forward:
+        return 1, 0
+    if layout.num_stages == 1:
+        return m, m
+    return _pipelined_gathers(layout.schedule, stage=stage, pp=pp, virtual_stages=layout.virtual_stages,
+                              num_microbatches=m)
+
+
+@functools.lru_cache(maxsize=4096)
+def _pipelined_gathers(schedule: Schedule, *, stage: int, pp: int, virtual_stages: int,
+                       num_microbatches: int) -> tuple[int, int]:
+    m = num_microbatches
+    if schedule == "gpipe":
+        return m, 1
+    if schedule == "1f1b":
+        warmup = min(m, pp - stage)
+        return warmup, m - warmup + 1
+    few = (2 * virtual_stages + 2) * pp
+    run = m if m <= few else few + m % pp
+    rank = min(stage, 2 * pp - 1 - stage) if schedule in ("zbv", "dualpipev") else stage % pp
+    forwards = backwards = 0
+    gathered = False
+    for action in order(schedule, rank=rank, pp=pp, virtual_stages=virtual_stages, num_microbatches=run):
+        if action.stage != stage or action.kind == "W":
+            continue
+        if action.kind == "F":
+            forwards += not gathered
+            gathered = False
+        else:
+            backwards += not gathered
+            gathered = True
+    return forwards, backwards + m - run
+
+
+def data_parallel(book: Book) -> None:
+    """Over fsdp = dp_shard·cp gather parameters and scatter gradients; over dp_replicate then all-reduce the shard of
+    the gradient (HSDP). Units: layers_per_unit layers, the embedding, norm with output. ZeRO-1 gathers after the
+    update instead. Experts are shared by fewer ranks, edp, and have their own."""
+    model, dims, layers = book.model, book.dims, book.layers
+    root = ends_params(model, tp=dims.tp, first=False, last=book.last)
+    embedding = ends_params(model, tp=dims.tp, first=book.first, last=book.last) - root
+    per_unit = min(book.layout.layers_per_unit, layers) or 1
+    for layer, count in book.kinds:
+        units = -(-count // per_unit)
+        weights = layer_weights(model, layer, dims=dims)
+        together = dims.ep == dims.tp == 1  # experts are shared by the same ranks as the rest, and go with it
+        kept = 1 if book.last and layer == book.kinds[-1][0] else 0  # the model's last unit of layers stays gathered
+        what = "layers" if len(book.kinds) == 1 else "expert layers" if model.is_moe(layer) else "dense layers"
+        _unit(book, what, (weights.total if together else weights.dense) * count / units, units=units, kept=kept)
+        if not together:
+            _unit(book, "experts", weights.experts * count / units, units=units, kept=kept, group="edp")
+    _unit(book, "embedding", embedding, units=1, kept=0)
+    _unit(book, "norm and output", root, units=1, kept=1)
+
+
+def _unit(book: Book, what: str, params: float, *, units: int, kept: int, group: str = "fsdp") -> None:
+    """The collectives of `units` like units of `params` weights, `kept` of which stay gathered through a forward and
+    the backward that begins behind it."""
+    if params == 0:
+        return
+    layout, ranks = book.layout, max(1, book.group(group).ranks)
+    gather = {"payload_bytes": book.element * params, "group": group}
+    if layout.zero_stage == 1:
+        book.add("dp_shard", "all_gather", f"{what}: weights", times=units, **gather)
+    else:
+        forwards, backwards = gather_passes(layout, stage=book.stage)
+        alone = forwards if layout.num_stages == 1 else 1  # forwards in which a kept unit is gathered
+        book.add("dp_shard", "all_gather", f"{what}: weights", phase="forward",
+                 times=(units - kept) * forwards + kept * alone, **gather)
+        book.add("dp_shard", "all_gather", f"{what}: weights", phase="backward", times=(units - kept) * backwards,
+                 **gather)
+    often = book.m if layout.reduce_every_microbatch and layout.zero_stage > 1 else 1
+    book.add("dp_shard", "reduce_scatter", f"{what}: gradients", payload_bytes=book.reduced * params, group=group,
+             times=units * often, phase="backward" if often > 1 else "step")
+    book.add("dp_replicate", "all_reduce", f"{what}: gradients", payload_bytes=book.reduced * params / ranks,
+             times=units * often)

@@ -1,0 +1,78 @@
+"""The planner as the command line asks it: a run's config as a question, its plan, and the explanations below it.
+
+Called by the CLI. What `orc run` submits is planned with `trainable=True`; `orc plan` searches everything.
+"""
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from jobs.spec.load import Problem, SpecError, to_dict
+from orchestrator.config import RunConfig
+from orchestrator.load import Loaded
+from orchestrator.planner import Plan, plan_from_dict, plan_question
+from orchestrator.planner.cost import Priced, price
+from orchestrator.planner.explain import Explained, axis_effects, explain, parse_wishes
+from orchestrator.planner.question import Question
+
+
+def question_of(config: RunConfig, *, trainable: bool) -> Question:
+    """Of a run that has a model and a training. Spares do not train."""
+    return Question(model=config.model, training=config.training, cluster=config.cluster, request=config.parallel,
+                    num_nodes=config.cluster.num_nodes - config.placement.spares,
+                    allow_tp_across_nodes=config.placement.allow_tp_across_nodes, trainable=trainable)
+
+
+def make_plan(loaded: Loaded, *, trainable: bool) -> Plan | None:
+    """None for a `command:`. Raises SpecError, each problem with the place its value was written at."""
+    config = loaded.config
+    if config.command is not None:
+        return None
+    try:
+        return plan_question(question_of(config, trainable=trainable), headroom=config.memory.headroom,
+                             convention=config.mfu_convention)
+    except SpecError as refused:
+        raise SpecError(loaded.with_origins(refused.problems)) from refused
+
+
+def runnable(loaded: Loaded) -> tuple[Plan | None, str]:
+    """What `orc run` would take, or the first reason why it takes nothing."""
+    try:
+        return make_plan(loaded, trainable=True), ""
+    except SpecError as refused:
+        return None, str(refused.problems[0])
+
+
+def winner_of(made: Plan, config: RunConfig) -> Priced:
+    return price(config.model, made.layout, training=config.training, cluster=config.cluster,
+                 headroom=config.memory.headroom, convention=config.mfu_convention)
+
+
+def with_axes(made: Plan, config: RunConfig) -> Plan:
+    """The plan with each axis searched without and with it."""
+    effects = axis_effects(question_of(config, trainable=False), winner_of(made, config), headroom=config.memory.headroom)
+    return dataclasses.replace(made, axes=effects)
+
+
+def explained(text: str, made: Plan, config: RunConfig) -> Explained:
+    """The layout that "tp=16,pp=2" asks for, beside the winner. Raises SpecError if the text cannot be read."""
+    return explain(question_of(config, trainable=False), parse_wishes(text), asked=text, winner=winner_of(made, config),
+                   headroom=config.memory.headroom)
+
+
+def explained_json(one: Explained) -> dict[str, Any]:
+    """For `--json`: layout and prediction are null where nothing has these degrees."""
+    return {"asked": one.asked, "layout": one.layout and one.layout.flat(), "reasons": list(one.reasons),
+            "predicted": one.priced and to_dict(one.priced.predicted)}
+
+
+def read_plan(path: Path) -> Plan:
+    """A stored plan: plan.json, or the directory of a run. Raises SpecError."""
+    file = path / "plan.json" if path.is_dir() else path
+    try:
+        return plan_from_dict(json.loads(file.read_text()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, SpecError):
+            raise
+        raise SpecError([Problem(where="plan", value=str(file), message=f"cannot be read as a plan: {error}; `orc plan "
+                                 "RUN.yaml --json > plan.json` writes one")]) from error
