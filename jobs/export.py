@@ -5,6 +5,7 @@ at a time is in memory, or one file's worth. Needs no process group and no GPU.
 """
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
-from jobs.checkpoint.raw import RawReader
+from jobs.checkpoint.raw import CheckpointCorrupt, RawReader
 from jobs.hub_config import hub_config
 from jobs.safetensors import SafetensorsError, write_folder
 from jobs.spec.job import JobSpec
@@ -66,7 +67,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     args = parser.parse_args()
-    export(RunDir(args.run_dir), step=args.step, folder=args.folder, dtype=args.dtype)
+    try:
+        export(RunDir(args.run_dir), step=args.step, folder=args.folder, dtype=args.dtype)
+    except (SafetensorsError, CheckpointCorrupt) as error:
+        sys.exit(f"export: {error}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from jobs.spec.load import Problem
 from jobs.spec.model import ModelSpec
-from jobs.spec.parallel import V_SCHEDULES, VIRTUAL_STAGES, ZERO_BUBBLE_SCHEDULES, Schedule
+from jobs.spec.parallel import VIRTUAL_STAGES, ZERO_BUBBLE_SCHEDULES, Schedule
 from orchestrator.planner.question import Question, divisors, listed
 
 VOCABULARY_MULTIPLE = 128  # padded vocabularies are a multiple of this times tp, so that no tp rank has a ragged matmul
@@ -196,6 +196,9 @@ def stages_problems(schedule: Schedule, virtual_stages: int, pp: int, question: 
     """How many stages of how many layers a rank may hold."""
     least, most = VIRTUAL_STAGES[schedule]
     layers = question.model.num_layers
+    if pp == 1 and least > 1:
+        return [Problem(where="parallel.schedule", value=schedule, message="is a schedule of a pipeline, but pp=1; try pp=2, "
+                                                                           "or 1f1b")]
     if pp == 1:
         return [] if virtual_stages == 1 else [Problem(
             where="parallel.virtual_stages", value=virtual_stages, message="needs a pipeline, but pp=1; try 1")]
@@ -257,7 +260,3 @@ def split_problems(layers_per_stage: tuple[int, ...], pp: int, virtual_stages: i
     if len(layers_per_stage) != stages:
         found.append(f"has {len(layers_per_stage)} stages, but pp × virtual_stages = {pp} × {virtual_stages} = {stages}")
     return [Problem(where="parallel.layers_per_stage", value=list(layers_per_stage), message=m) for m in found]
-
-
-def is_v_shaped(schedule: Schedule) -> bool:
-    return schedule in V_SCHEDULES

@@ -176,7 +176,7 @@ class Space:
         question, found = self.question, []
         names = self._options["schedule"]
         if pp == 1:  # there is nothing to schedule: any name would do
-            names = ("1f1b",) if "1f1b" in names else names[:1]
+            names = ("1f1b",) if "1f1b" in names else ("gpipe",) if "gpipe" in names else names[:1]
         for schedule in names:
             for virtual_stages in self._virtual_stages(schedule, pp):
                 if self.ledger.refuse("virtual_stages", rules.stages_problems(schedule, virtual_stages, pp, question)):

@@ -157,7 +157,7 @@ JOURNEY = [dict(dp_shard=2, ep=2), dict(tp=2, ep=2), dict(), dict(pp=2, dp_shard
            dict(dp_shard=2, tp=2, ep=4)]
 
 
-@pytest.mark.parametrize("model", [DEEPSEEK3, MIXTURE], ids=["bias", "loss"])
+@pytest.mark.parametrize("model", [DEEPSEEK3, pytest.param(MIXTURE, marks=pytest.mark.slow)], ids=["bias", "loss"])
 def test_a_run_goes_on_in_any_layout(model, tmp_path):
     """Experts, their optimizer state and the router's bias are resharded at every step."""
     training = dataclasses.replace(TRAINING, steps=len(JOURNEY))

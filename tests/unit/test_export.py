@@ -157,14 +157,15 @@ print(json.dumps({"dp_replicate": config.dp_replicate_size, "dp_shard": config.d
 
 @pytest.fixture(scope="module")
 def accelerate_python(tmp_path_factory) -> Path:
-    """A throw-away environment with Accelerate, on top of this one's torch."""
+    """A throw-away environment with Accelerate (whose tp asks for transformers), on top of this one's torch."""
     folder = tmp_path_factory.mktemp("accelerate")
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
     inside = subprocess.run([python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"],
                             capture_output=True, text=True, check=True).stdout.strip()
     (Path(inside) / "outer.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    done = subprocess.run([python, "-m", "pip", "install", "--quiet", "accelerate==1.15.0"], capture_output=True, text=True)
+    done = subprocess.run([python, "-m", "pip", "install", "--quiet", "accelerate==1.15.0", "transformers"],
+                          capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"accelerate does not install here: {done.stderr.strip().splitlines()[-1:]}")
     return python
