@@ -199,7 +199,8 @@ def too_big(search: Search) -> list[Problem]:
     """The smallest layout, and what would make one fit; where nothing is legal, which rules forbid it."""
     question, smallest = search.question, search.smallest()
     if smallest is None:
-        broken = list(search.space.ledger.examples.values())
+        examples = search.space.ledger.examples
+        broken = [examples["trainer"]] if "trainer" in examples else list(examples.values())
         return broken or [Problem(where="parallel", value=None, message=f"no degrees multiply to the "
                                   f"{question.world_size} ranks of {question.num_nodes} nodes as the request asks; leave "
                                   f"one of {', '.join(WORLD_AXES)} auto")]

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from jobs.spec.model import AttentionConvention
-from jobs.spec.parallel import Layout, ParallelDims
-from orchestrator.planner.bounds import Bounds, Pass, Sharding
+from jobs.spec.parallel import ZERO_BUBBLE_SCHEDULES, Layout, ParallelDims
+from orchestrator.planner.bounds import Bounds, Sharding
 from orchestrator.planner.cost import Priced, heaviest, price
 from orchestrator.planner.plan import GIB
 from orchestrator.planner.question import Question
 from orchestrator.planner.rules import zero_problems
-from orchestrator.planner.space import Shape, Space, Variant
+from orchestrator.planner.space import UNITS, Pass, Shape, Space, Variant
 
 MOST_DROPPED = 64  # remembered, to show what was too big
 
@@ -57,6 +57,7 @@ class Search:
         self.limit_bytes = question.cluster.gpu_memory_gib * (1 - headroom) * GIB
         self._convention: AttentionConvention = convention
         self._dropped: list[Layout] = []  # too big, most promising first
+        self._rests: dict[tuple, float] = {}  # of everything that it depends on
         self._shapes = tuple(self.space.shapes())
         self.effort.shapes = len(self._shapes)
 
@@ -111,18 +112,21 @@ class Search:
         shape, one, variant = part.shape, part.one, part.variant
         if part.bounded == "rough":
             self.effort.closed += 1
-            rest_s = min(self._rests(part), default=math.inf)  # whatever the schedule, data parallelism comes on top
+            rest_s = self._least_rest(shape, one, variant)
             queue.push(self.bounds.closed_s(shape, variant, one) + rest_s, Part(shape, one, variant, "closed", rest_s))
         elif self._fits(self._lightest(part)):
             self.effort.timelines += 1
             queue.push(self.bounds.pipeline_s(shape, variant, one) + part.rest_s, replace(part, bounded="timeline"))
 
-    def _rests(self, part: Part) -> Iterator[float]:
-        """What data parallelism adds at least, for each way to shard."""
-        shape, variant = part.shape, part.variant
-        for dims in self.space.dims(shape):
-            for zero, unit, each in self.space.shardings(dims, variant):
-                yield self.bounds.data_parallel_s(Sharding(dims, zero, each, unit), variant, part.one)
+    def _least_rest(self, shape: Shape, one: Pass, variant: Variant) -> float:
+        """What data parallelism adds at least, whatever the way to shard."""
+        key = (shape, one, variant.num_microbatches, variant.schedule in ZERO_BUBBLE_SCHEDULES,
+               min(max(UNITS), max(variant.layers_per_stage)))
+        if key not in self._rests:
+            self._rests[key] = min((self.bounds.data_parallel_s(Sharding(dims, zero, each, unit), variant, one)
+                                    for dims in self.space.dims(shape)
+                                    for zero, unit, each in self.space.shardings(dims, variant)), default=math.inf)
+        return self._rests[key]
 
     def _open_variant(self, part: Part, queue: "_Queue") -> None:
         pipeline_s = self.bounds.pipeline_s(part.shape, part.variant, part.one)

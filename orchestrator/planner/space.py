@@ -227,7 +227,7 @@ class Space:
             for zero, unit, each in self.shardings(dims, variant):
                 layout = self.layout(shape, variant, one, dims=dims, zero_stage=zero, layers_per_unit=unit,
                                      reduce_every_microbatch=each)
-                if not (self.question.trainable and support.layout_problems(layout)):
+                if not (self.question.trainable and self.ledger.refuse("trainer", support.layout_problems(layout))):
                     yield layout
 
     @staticmethod
