@@ -26,9 +26,10 @@ class InjectedFault(RuntimeError):
 
 
 def strike(faults: tuple[FaultSpec, ...], *, attempt: int, rank: int, step: int, recorder: Recorder,
-           parameters: Iterable[Tensor] = ()) -> None:
+           parameters: Iterable[Tensor] = ()) -> bool:
     """Carry out the faults meant for this attempt, rank and step (the step about to be computed, from 1).
-    `parameters` are this rank's, for the faults that damage them."""
+    `parameters` are this rank's, for the faults that damage them; returns whether one did."""
+    damaged = False
     for fault in faults:
         if (fault.attempt, fault.rank, fault.step) != (attempt, rank, step):
             continue
@@ -47,5 +48,7 @@ def strike(faults: tuple[FaultSpec, ...], *, attempt: int, rank: int, step: int,
                 with torch.no_grad():
                     for parameter in parameters:
                         local_of(parameter).fill_(math.nan)
+                damaged = True
             case other:
                 raise ValueError(f"faults: kind {other!r} is not known to the trainer")
+    return damaged

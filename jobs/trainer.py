@@ -88,8 +88,9 @@ class Trainer:
         """Train to the final step, saving on the way and at the end."""
         while self.progress.step < self.final_step:
             step = self.progress.step + 1
-            strike(self.faults, attempt=self.recorder.attempt, rank=self.recorder.rank, step=step,
-                   recorder=self.recorder, parameters=self.optimizer.parameters.values())
+            if strike(self.faults, attempt=self.recorder.attempt, rank=self.recorder.rank, step=step,
+                      recorder=self.recorder, parameters=self.optimizer.parameters.values()):
+                self.parallel.refresh_weights()
             self._step(step)
             if self.plan.is_due(step, final_step=self.final_step):
                 self._stalled_s = self._save()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from jobs.spec import support
 from jobs.spec.load import SpecError, to_dict
 from jobs.spec.model import ModelSpec
 from jobs.spec.parallel import MESH_ORDER, Layout, ParallelDims
@@ -271,3 +272,40 @@ def test_the_demo_shows_three_dimensions():
     chosen = plan_for(config.model, config.cluster, config.training, **to_dict(config.parallel))
     dims = chosen.layout.dims
     assert (dims.dp_replicate, dims.dp_shard, dims.tp, dims.pp) == (1, 2, 2, 2)
+
+
+# what this trainer cannot run: wishes → what the refusal of a run must say
+UNTRAINED = {
+    "a mode of recomputation under zero bubble": (
+        {"pp": 2, "schedule": "zbv", "recompute": "selective"}, "parallel.recompute: 'selective'"),
+}
+
+
+@pytest.mark.parametrize("case", UNTRAINED)
+def test_a_run_is_refused_what_the_trainer_does_not_run_while_a_plan_shows_it(case):
+    wishes, message = UNTRAINED[case]
+    spec = training(global_batch_size=16)
+    shown = plan_for(SMALL, cpu(2), spec, **wishes)
+    assert any(message in reason for reason in shown.untrained)
+    with pytest.raises(PlanError) as refused:
+        plan_for(SMALL, cpu(2), spec, trainable=True, **wishes)
+    assert message in str(refused.value)
+
+
+def test_a_run_is_planned_only_with_what_the_trainer_runs():
+    chosen = plan_for(SMALL, cpu(2), training(global_batch_size=16), trainable=True)
+    assert chosen.untrained == () and not support.layout_problems(chosen.layout)
+
+
+@pytest.mark.parametrize("table,name,value,message", [
+    ("DEGREES", "cp", 1, "parallel.cp: 2 is not trained yet by this version"),
+    ("LAYOUTS", "schedule", ("1f1b",), "parallel.schedule: 'zbv' is not trained yet by this version"),
+    ("MODELS", "norm", ("layernorm",), "model.norm: 'rmsnorm' is not trained by this version")])
+def test_the_trainers_table_decides_what_a_run_may_ask_for(monkeypatch, table, name, value, message):
+    monkeypatch.setitem(getattr(support, table), name, value)
+    wishes = {"cp": {"cp": 2}, "schedule": {"schedule": "zbv"}}.get(name, {})
+    spec = training(global_batch_size=16)
+    plan_for(SMALL, cpu(2), spec, **wishes)
+    with pytest.raises(PlanError) as refused:
+        plan_for(SMALL, cpu(2), spec, trainable=True, **wishes)
+    assert message in str(refused.value)

@@ -76,7 +76,8 @@ def _best_of(asked: Asked, *, some: bool) -> dict[str, Any]:
         refused = search.space.ledger.refusals()
         return {"why": _short(refused[0].example) if refused else "no such layout is legal"}
     mine = smallest.predicted
-    return {"why": f"does not fit: the smallest needs {mine.memory_gib:,.3g} of {mine.memory_limit_gib:.3g} GiB"}
+    needed = f"{mine.memory_gib:,.0f}" if mine.memory_gib >= 100 else f"{mine.memory_gib:.3g}"
+    return {"why": f"does not fit: the smallest needs {needed} of {mine.memory_limit_gib:.3g} GiB"}
 
 
 def _short(problem: str) -> str:
