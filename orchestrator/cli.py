@@ -61,8 +61,8 @@ def orc() -> None:
 
 @app.command("plan")
 def plan_command(run_file: RunFile, overrides: Overrides = EMPTY, as_json: Json = False, html: Html = None,
-                 explain: Annotated[str | None, typer.Option(metavar="KEY=VALUE,…", help="any layout beside the winner, "
-                                                             "e.g. tp=16,pp=2")] = None,
+                 explain: Annotated[str | None, typer.Option(metavar="KEY=VALUE,…", help="any layout beside the "
+                                                             "winner, e.g. tp=16,pp=2")] = None,
                  other: Annotated[Path | None, typer.Option("--from", metavar="FILE", help="take the degrees of an "
                                                             "Accelerate or Axolotl YAML")] = None,
                  against: Annotated[Path | None, typer.Option("--diff", metavar="PLAN.json", help="RUN is a plan.json "

@@ -18,6 +18,7 @@ Tool = Literal["accelerate", "axolotl", "torchtitan", "megatron"]
 TITAN_SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved_1f1b": "Interleaved1F1B",
                    "interleaved_zero_bubble": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble", "dualpipev": "DualPipeV"}
 MEGATRON_SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
+ROTATIONS = {"ring": "alltoall", "allgather": "allgather"}  # of keys and values, Accelerate and torchtitan
 MEGATRON_CP = {"ring": "p2p", "allgather": "all_gather"}
 # What a tool can say, by field of the layout; a field that is not named takes any value.
 LIMITS: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -54,7 +55,8 @@ def _unsaid(plan: Plan, to: str) -> list[Problem]:
                              f"parallel.{name}={sayable[-1]}"))
     if layout.slots != job.global_batch_size:
         dp = layout.dims.dp
-        found.append(Problem(where="layout.num_microbatches", value=layout.num_microbatches, message=f"× microbatch_size "
+        found.append(Problem(where="layout.num_microbatches", value=layout.num_microbatches,
+                             message=f"× microbatch_size "
                              f"× dp = {layout.slots} slots for global_batch_size={job.global_batch_size}, and {to} has "
                              f"no weightless ones; plan again with parallel.uneven_batch=false, or a global_batch_size "
                              f"that is a multiple of {layout.microbatch_size * dp}"))
@@ -81,7 +83,7 @@ def _accelerate(plan: Plan) -> str:
         "parallelism_config_dp_replicate_size": dims.dp_replicate, "parallelism_config_dp_shard_size": dims.dp_shard,
         "parallelism_config_tp_size": dims.tp, "parallelism_config_cp_size": dims.cp}
     if dims.cp > 1:
-        parallelism["parallelism_config_cp_comm_strategy"] = "allgather" if layout.cp_method == "allgather" else "alltoall"
+        parallelism["parallelism_config_cp_comm_strategy"] = ROTATIONS[layout.cp_method]
     batch = (f"# in the script: {layout.microbatch_size} sequences of {job.seq_len} tokens per rank, "
              f"Accelerator(gradient_accumulation_steps={layout.num_microbatches})\n")
     return batch + _yaml({
@@ -139,7 +141,7 @@ def _torchtitan(plan: Plan) -> str:
         "tensor_parallel_degree": dims.tp, "context_parallel_degree": dims.cp,
         "pipeline_parallel_degree": dims.pp, "expert_parallel_degree": dims.ep}
     if dims.cp > 1:
-        parallelism["context_parallel_rotate_method"] = "allgather" if layout.cp_method == "allgather" else "alltoall"
+        parallelism["context_parallel_rotate_method"] = ROTATIONS[layout.cp_method]
     if dims.ep > 1:
         parallelism["expert_tensor_parallel_degree"] = 1
     if dims.pp > 1:
@@ -149,7 +151,8 @@ def _torchtitan(plan: Plan) -> str:
     training = {"local_batch_size": layout.microbatch_size * (layout.num_microbatches if dims.pp > 1 else 1),
                 "global_batch_size": job.global_batch_size, "seq_len": job.seq_len,
                 "mixed_precision_param": job.param_dtype}
-    return _toml({"training": training, "parallelism": parallelism, "activation_checkpoint": {"mode": layout.recompute}})
+    return _toml({"training": training, "parallelism": parallelism,
+                  "activation_checkpoint": {"mode": layout.recompute}})
 
 
 def _modules(layout: Layout) -> list[list[str]]:

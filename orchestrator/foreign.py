@@ -13,7 +13,8 @@ from jobs.spec.load import Problem, SpecError
 from orchestrator.config import ParallelRequest
 
 PREFIX = "parallelism_config_"
-ACCELERATE_DEGREES = {"dp_replicate_size": "dp_replicate", "dp_shard_size": "dp_shard", "tp_size": "tp", "cp_size": "cp"}
+ACCELERATE_DEGREES = {"dp_replicate_size": "dp_replicate", "dp_shard_size": "dp_shard", "tp_size": "tp",
+                      "cp_size": "cp"}
 AXOLOTL_DEGREES = {"dp_replicate_size": "dp_replicate", "dp_shard_size": "dp_shard", "tensor_parallel_size": "tp",
                    "context_parallel_size": "cp", "micro_batch_size": "microbatch_size",
                    "gradient_accumulation_steps": "num_microbatches"}
@@ -35,13 +36,15 @@ def read_request(path: Path, *, request: ParallelRequest) -> ParallelRequest:
     elif any(key in data for key in (*AXOLOTL_DEGREES, "base_model", "fsdp_config")):
         wishes = _axolotl(data, problems)
     else:
-        problems.append(Problem(where="--from", value=str(path), message="is neither Accelerate's YAML (distributed_type, "
+        problems.append(Problem(where="--from", value=str(path), message="is neither Accelerate's YAML "
+                                                                         "(distributed_type, "
                                 "parallelism_config) nor Axolotl's (base_model, dp_shard_size, …)"))
         wishes = {}
     for name, value in wishes.items():
         asked = request.options(name)
         if asked is not None and value not in asked:
-            problems.append(Problem(where=f"parallel.{name}", value=getattr(request, name), message=f"contradicts {name}="
+            problems.append(Problem(where=f"parallel.{name}", value=getattr(request, name), message=f"contradicts "
+                                                                                                    f"{name}="
                                     f"{value} of {path.name}; leave it auto, or change the file"))
     if problems:
         raise SpecError([dataclasses.replace(p, origin=p.origin or path.name) for p in problems])
@@ -63,11 +66,14 @@ def _accelerate(data: dict[str, Any], problems: list[Problem]) -> dict[str, Any]
     _take(sizes, ACCELERATE_DEGREES, wishes, problems, prefix=f"parallelism_config.{PREFIX}")
     if sizes.get("sp_size") not in (None, 1):
         problems.append(Problem(where=f"parallelism_config.{PREFIX}sp_size", value=sizes["sp_size"], message="is "
-                                "Ulysses sequence parallelism, which is neither planned nor trained here; try 1 and cp_size"))
+                                "Ulysses sequence parallelism, which is neither planned nor trained here; try 1 and "
+                                "cp_size"))
     if "cp_comm_strategy" in sizes and wishes.get("cp", 1) > 1:
-        wishes["cp_method"] = _method(sizes["cp_comm_strategy"], f"parallelism_config.{PREFIX}cp_comm_strategy", problems)
+        wishes["cp_method"] = _method(sizes["cp_comm_strategy"], f"parallelism_config.{PREFIX}cp_comm_strategy",
+                                      problems)
     fsdp = {key.removeprefix("fsdp_"): value for key, value in (data.get("fsdp_config") or {}).items()}
-    return wishes | _fsdp(fsdp, "fsdp_config.fsdp_", problems, sharded=wishes.get("dp_shard", 1) * wishes.get("cp", 1) > 1)
+    return wishes | _fsdp(fsdp, "fsdp_config.fsdp_", problems,
+                          sharded=wishes.get("dp_shard", 1) * wishes.get("cp", 1) > 1)
 
 
 def _axolotl(data: dict[str, Any], problems: list[Problem]) -> dict[str, Any]:
@@ -87,7 +93,8 @@ def _take(data: dict[str, Any], names: dict[str, str], wishes: dict[str, Any], p
         if value is None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            problems.append(Problem(where=f"{prefix}{theirs}", value=value, message="is not a whole number of at least 1"))
+            problems.append(Problem(where=f"{prefix}{theirs}", value=value, message="is not a whole number of at least "
+                                                                                    "1"))
         else:
             wishes[ours] = value
 
@@ -99,7 +106,8 @@ def _fsdp(fsdp: dict[str, Any], prefix: str, problems: list[Problem], *, sharded
     if fsdp.get("activation_checkpointing") is True:
         wishes["recompute"] = "full"
     if fsdp.get("offload_params") is True:
-        problems.append(Problem(where=f"{prefix}offload_params", value=True, message="moves parameters to the host, which "
+        problems.append(Problem(where=f"{prefix}offload_params", value=True, message="moves parameters to the host, "
+                                                                                     "which "
                                 "is neither planned nor trained here; try false"))
     return wishes
 

@@ -50,7 +50,8 @@ def winner_of(made: Plan, config: RunConfig) -> Priced:
 
 def with_axes(made: Plan, config: RunConfig) -> Plan:
     """The plan with each axis searched without and with it."""
-    effects = axis_effects(question_of(config, trainable=False), winner_of(made, config), headroom=config.memory.headroom)
+    effects = axis_effects(question_of(config, trainable=False), winner_of(made, config),
+                           headroom=config.memory.headroom)
     return dataclasses.replace(made, axes=effects)
 
 

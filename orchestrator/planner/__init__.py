@@ -16,7 +16,8 @@ from orchestrator.cluster import ClusterSpec
 from orchestrator.config import ParallelRequest
 from orchestrator.planner.cost import Priced
 from orchestrator.planner.memory import stage_memory
-from orchestrator.planner.plan import (Plan, PlanError, PlannedJob, Rejected, layout_from_flat, plan_from_dict, plan_json)
+from orchestrator.planner.plan import (Plan, PlanError, PlannedJob, Rejected, layout_from_flat, plan_from_dict,
+                                       plan_json)
 from orchestrator.planner.question import Question
 from orchestrator.planner.reasons import against_request, reject
 from orchestrator.planner.refusals import question_problems, too_big, with_crossing_cost
@@ -69,7 +70,8 @@ def plan_question(question: Question, *, headroom: float, convention: AttentionC
         rejected=losers + free,
         search_s=clock() - started,
         refused=search.space.ledger.refusals(),
-        untrained=tuple(str(p) for p in (*support.model_problems(question.model), *support.layout_problems(winner.layout))),
+        untrained=tuple(str(p) for p in (*support.model_problems(question.model),
+                                         *support.layout_problems(winner.layout))),
     )
 
 
@@ -90,7 +92,8 @@ def _degrees(layout: Layout) -> tuple[int, ...]:
     return tuple(getattr(layout.dims, axis) for axis in AXES)
 
 
-def _free(question: Question, winner: Priced, *, headroom: float, convention: AttentionConvention) -> tuple[Rejected, ...]:
+def _free(question: Question, winner: Priced, *, headroom: float,
+          convention: AttentionConvention) -> tuple[Rejected, ...]:
     """What the request costs: the fastest layouts that it rules out."""
     fixed = question.request.fixed()
     if not fixed:

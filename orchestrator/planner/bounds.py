@@ -15,7 +15,7 @@ from orchestrator.planner.compute import chip_of, layer_times, optimizer_s, shap
 from orchestrator.planner.links import collective_s, placed_group, send_recv_s
 from orchestrator.planner.question import Question
 from orchestrator.planner.software import OURS
-from orchestrator.planner.space import Pass, Shape, Variant
+from orchestrator.planner.parts import Pass, Shape, Variant
 from orchestrator.planner.stages import stage_cost
 from orchestrator.planner.timeline import StageTimes, lower_bound_s, pipeline_s
 from orchestrator.planner.weights import ends_params, expert_weights, layer_kinds, layer_weights
@@ -93,7 +93,8 @@ class Bounds:
                                      num_microbatches=variant.num_microbatches)
 
     def data_parallel_s(self, sharding: Sharding, variant: Variant, one: Pass) -> float:
-        """What reductions, gathers and the optimizer add at least on the mean rank: of the step, beyond its pipeline."""
+        """What reductions, gathers and the optimizer add at least on the mean rank: of the step, beyond its
+        pipeline."""
         dims, m = sharding.dims, variant.num_microbatches
         reduce_s, gather_s, reduce_edge_s, gather_edge_s, kept = self._collectives(dims, sharding.layers_per_unit)
         update_s = optimizer_s(self._weights(dims.tp) / (dims.pp * dims.fsdp), chip=self._chip)
@@ -181,7 +182,8 @@ class Bounds:
         dims = ParallelDims(tp=one.tp, cp=one.cp, pp=pp, order=("dp_replicate", "dp_shard", "pp", "cp", "tp"))
         payload = self._element * one.microbatch_size * (self.question.training.seq_len // one.cp) * self.model.dim
         payload /= one.tp if one.sequence_parallel else 1
-        return send_recv_s(payload, placed_group(dims, "pp", cluster=self.question.cluster), cluster=self.question.cluster)
+        return send_recv_s(payload, placed_group(dims, "pp", cluster=self.question.cluster),
+                           cluster=self.question.cluster)
 
     # -------------------------------------------------------------- data parallelism
     def _dense_weights(self, tp: int) -> int:
@@ -208,7 +210,8 @@ class Bounds:
         sum_s = collective_s("all_reduce", reduced / dims.fsdp, replicas, cluster=cluster)
         gather_s = collective_s("all_gather", self._element * weights / units, shards, cluster=cluster)
         edge = EDGE_SHARE * min(1.0, self._lightest_unit(dims.tp) * layers_per_unit / (weights / units))
-        heaviest = max(layer_weights(self.model, layer, dims=ParallelDims(tp=dims.tp)).dense for layer, _ in self._counts)
+        heaviest = max(layer_weights(self.model, layer, dims=ParallelDims(tp=dims.tp)).dense
+                       for layer, _ in self._counts)
         last = ends_params(self.model, tp=dims.tp, first=False, last=True) + layers_per_unit * heaviest
         return (units * (scatter_s + sum_s), units * gather_s, edge * max(scatter_s, sum_s), edge * gather_s,
                 min(1.0, last / weights))

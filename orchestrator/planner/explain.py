@@ -26,7 +26,8 @@ class Explained:
     """One layout beside the winner."""
 
     asked: str
-    layout: Layout | None  # the best of what was asked for; None: there is none, even were the rules of placement lifted
+    # the best of what was asked for; None: there is none, even were the rules of placement lifted
+    layout: Layout | None
     priced: Priced | None
     reasons: tuple[str, ...]  # every reason it lost; the rules it breaks first
 
@@ -51,7 +52,8 @@ def axis_effects(question: Question, winner: Priced, *, headroom: float) -> tupl
 
 def _narrowed(question: Question, layout: Layout) -> Question:
     request = ParallelRequest(uneven_batch=question.request.uneven_batch, layers_per_unit=layout.layers_per_unit,
-                              schedule=sorted({layout.schedule, "1f1b"}), virtual_stages=sorted({1, layout.virtual_stages}),
+                              schedule=sorted({layout.schedule, "1f1b"}),
+                              virtual_stages=sorted({1, layout.virtual_stages}),
                               reduce_every_microbatch=sorted({False, layout.reduce_every_microbatch}),
                               mesh_order=question.request.mesh_order, num_nodes=question.num_nodes)
     return dataclasses.replace(question, request=request)
@@ -64,7 +66,8 @@ def _effect(axis: str, value: int, others: list[int], question: Question, winner
     what = f"without {axis}" if value > 1 else f"with {axis}"
     if isinstance(best, str):
         return AxisEffect(axis=axis, value=value, what=what, other=None, change=None, note=best)
-    return AxisEffect(axis=axis, value=value, what=what, other=reject(best, winner), change=_change(best, winner), note="")
+    return AxisEffect(axis=axis, value=value, what=what, other=reject(best, winner), change=_change(best, winner),
+                      note="")
 
 
 def _crossing(question: Question, winner: Priced, *, headroom: float, convention: Any) -> AxisEffect | None:
@@ -93,8 +96,8 @@ def _first(question: Question, *, headroom: float, convention: Any) -> Priced | 
         return best
     smallest = search.smallest()
     if smallest is None:
-        return next(iter(search.space.ledger.examples.values()), Problem(where="", value=None, message="nothing is legal")
-                    ).message
+        broken = [problem.message for problem in search.space.ledger.examples.values()]
+        return broken[0] if broken else "nothing is legal"
     return f"nothing fits: {smallest.layout} is {too_big_by(smallest)}"
 
 
@@ -133,8 +136,8 @@ def _parse(name: str, value: str) -> Any:
 
 
 def explain(question: Question, wishes: dict[str, Any], *, asked: str, winner: Priced, headroom: float) -> Explained:
-    """The best layout with these wishes, and every reason it is not the winner. What placement forbids is priced all the
-    same, so that the rule comes with its figure."""
+    """The best layout with these wishes, and every reason it is not the winner. What placement forbids is priced all
+    the same, so that the rule comes with its figure."""
     request = dataclasses.replace(ParallelRequest(uneven_batch=question.request.uneven_batch), **wishes)
     wished = dataclasses.replace(question, request=request)
     broken = [str(problem) for problem in question_problems(wished)]

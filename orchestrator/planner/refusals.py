@@ -50,7 +50,8 @@ def _size_problems(question: Question) -> list[Problem]:
     parts = {"model": question.model, "training": question.training, "cluster": question.cluster}
     sizes = [(f"{part}.{name}", getattr(parts[part], name)) for part, names in SIZES.items() for name in names]
     if question.model.moe is not None:
-        sizes += [(f"model.moe.{name}", getattr(question.model.moe, name)) for name in ("num_experts", "top_k", "ffn_dim")]
+        sizes += [(f"model.moe.{name}", getattr(question.model.moe, name)) for name in ("num_experts", "top_k",
+                                                                                        "ffn_dim")]
     if question.num_nodes < 1:
         sizes.append(("the nodes that may train", question.num_nodes))
     for where, value in sizes:
@@ -60,7 +61,8 @@ def _size_problems(question: Question) -> list[Problem]:
             problems.append(Problem(where=where, value=value, message=f"is absurd; try less than {MOST:.0e}"))
     world = question.num_nodes * question.cluster.gpus_per_node
     if not problems and world > MOST_RANKS:
-        problems.append(Problem(where="cluster.num_nodes", value=question.num_nodes, message=f"× gpus_per_node = {world} "
+        problems.append(Problem(where="cluster.num_nodes", value=question.num_nodes, message=f"× gpus_per_node = "
+                                                                                             f"{world} "
                                 f"ranks; try at most {MOST_RANKS // question.cluster.gpus_per_node}"))
     for where, value in (("cluster.inter_node_gb_s", question.cluster.inter_node_gb_s),
                          ("cluster.intra_node_gb_s", question.cluster.link_gb_s),
@@ -79,7 +81,8 @@ def _untrained_wishes(question: Question) -> list[Problem]:
         most = support.DEGREES.get(name)
         if trained is not None and not set(asked) & set(trained):
             problems.append(Problem(where=f"parallel.{name}", value=asked[0], message="is not trained yet by this "
-                                    f"version (`orc plan` shows what it would cost); try {', '.join(map(str, trained))}"))
+                                    f"version (`orc plan` shows what it would cost); try "
+                                    f"{', '.join(map(str, trained))}"))
         if most is not None and min(asked) > most:
             problems.append(Problem(where=f"parallel.{name}", value=asked[0], message="is not trained yet by this "
                                     f"version (`orc plan` shows what it would cost); try {most}"))
@@ -169,7 +172,7 @@ def _world_problems(fixed: dict[str, int], question: Question, *, nodes: int | N
             return []
         remedy = f", or parallel.num_nodes={product // per_node}" if product < world and product % per_node == 0 else ""
         return [Problem(where="parallel", value=None, message=f"{named} = {product} ranks, but the cluster has {here}; "
-                                                              f"leave {last} auto, or change cluster.num_nodes{remedy}")]
+                        f"leave {last} auto, or change cluster.num_nodes{remedy}")]
     if any(n * per_node % product == 0 for n in node_counts(question)):
         return []
     others = product // fixed[last]
@@ -202,7 +205,8 @@ def too_big(search: Search) -> list[Problem]:
         examples = search.space.ledger.examples
         broken = [examples["trainer"]] if "trainer" in examples else list(examples.values())
         return broken or [Problem(where="parallel", value=None, message=f"no degrees multiply to the "
-                                  f"{question.world_size} ranks of {question.num_nodes} nodes as the request asks; leave "
+                                  f"{question.world_size} ranks of {question.num_nodes} nodes as the request asks; "
+                                  "leave "
                                   f"one of {', '.join(WORLD_AXES)} auto")]
     predicted, headroom = smallest.predicted, search.headroom
     remedies = [f"{name} ({one.layout}, {gib(one.predicted.memory_gib)})" for name, one in _levers(search)]

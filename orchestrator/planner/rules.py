@@ -105,7 +105,8 @@ def cp_problems(cp: int, tp: int, question: Question) -> list[Problem]:
     elif (cp > 1 and tp > 1 and question.request.options("sequence_parallel") == (True,)
           and seq_len % (2 * cp * tp)):
         found.append(f"needs training.seq_len={seq_len} to be a multiple of 2·cp·tp = {2 * cp * tp} under sequence "
-                     f"parallelism; try seq_len={-(-seq_len // (2 * cp * tp)) * 2 * cp * tp}, or sequence_parallel=false")
+                     f"parallelism; try seq_len={-(-seq_len // (2 * cp * tp)) * 2 * cp * tp}, or "
+                     "sequence_parallel=false")
     multiple = ROW_MULTIPLE.get(question.training.param_dtype)
     if not found and multiple and seq_len // cp % multiple:
         found.append(f"leaves {seq_len // cp} tokens per rank, which {question.training.param_dtype} needs to be a "
@@ -137,14 +138,16 @@ def ep_group_problems(ep: int, *, dp_shard: int, cp: int, tp: int) -> list[Probl
     legal = [1] + [d for d in divisors(whole) if d > 1 and d % inner == 0]
     which = (f"is not a multiple of cp × tp = {cp} × {tp}" if ep % inner
              else f"does not divide dp_shard × cp × tp = {dp_shard} × {cp} × {tp} = {whole}")
-    return [Problem(where="parallel.ep", value=ep, message=f"{which}, the ranks it is carved out of; try {listed(legal)}")]
+    return [Problem(where="parallel.ep", value=ep, message=f"{which}, the ranks it is carved out of; try "
+                                                           f"{listed(legal)}")]
 
 
 # ------------------------------------------------------------------ data parallelism and the batch
 def shard_problems(dp_shard: int, tp: int, question: Question) -> list[Problem]:
     """FSDP2 shards the first dimension of every parameter: beyond its size ranks hold nothing but padding."""
     model = question.model
-    rows = {"model.dim": model.dim, "model.vocab_size/tp": model.vocab_size // tp, "model.ffn_dim/tp": model.ffn_dim // tp}
+    rows = {"model.dim": model.dim, "model.vocab_size/tp": model.vocab_size // tp,
+            "model.ffn_dim/tp": model.ffn_dim // tp}
     if model.mla is None:
         rows["model.num_kv_heads·head_dim/tp"] = model.num_kv_heads * model.head_size // tp
     name, smallest = min(rows.items(), key=lambda item: item[1])
@@ -170,7 +173,8 @@ def batch_problems(dp: int, microbatch_size: int, question: Question) -> list[Pr
                     message=f"{what} dp × microbatch_size = {dp} × {microbatch_size} = {rows}; {remedy}")]
 
 
-def count_problems(num_microbatches: int, least: int, dp: int, microbatch_size: int, question: Question) -> list[Problem]:
+def count_problems(num_microbatches: int, least: int, dp: int, microbatch_size: int,
+                   question: Question) -> list[Problem]:
     """A number of microbatches that the user fixed: enough slots for the batch, and no empty microbatch too many."""
     batch, rows = question.training.global_batch_size, dp * microbatch_size
     slots = rows * num_microbatches
@@ -197,7 +201,8 @@ def stages_problems(schedule: Schedule, virtual_stages: int, pp: int, question: 
     least, most = VIRTUAL_STAGES[schedule]
     layers = question.model.num_layers
     if pp == 1 and least > 1:
-        return [Problem(where="parallel.schedule", value=schedule, message="is a schedule of a pipeline, but pp=1; try pp=2, "
+        return [Problem(where="parallel.schedule", value=schedule, message="is a schedule of a pipeline, but pp=1; try "
+                                                                           "pp=2, "
                                                                            "or 1f1b")]
     if pp == 1:
         return [] if virtual_stages == 1 else [Problem(
@@ -229,14 +234,16 @@ def schedule_problems(schedule: Schedule, num_microbatches: int, pp: int, dp: in
     batch, least = question.training.global_batch_size, least_microbatches(schedule, pp)
     if num_microbatches < least:
         per_stage = 2 if schedule == "dualpipev" else 1
-        return [Problem(where="parallel.pp", value=pp, message=f"needs at least {least} microbatches for {schedule}, but "
+        return [Problem(where="parallel.pp", value=pp, message=f"needs at least {least} microbatches for {schedule}, "
+                                                               "but "
                         f"global_batch_size={batch} over dp={dp} leaves {num_microbatches}; try "
                         f"pp={max(1, num_microbatches // per_stage)}, a smaller microbatch or dp, or global_batch_size="
                         f"{batch * least // max(1, num_microbatches)}")]
     multiple = microbatch_multiple(schedule, pp)
     if num_microbatches % multiple:
         below = num_microbatches // multiple * multiple
-        return [Problem(where="parallel.num_microbatches", value=num_microbatches, message=f"is not a multiple of pp={pp}, "
+        return [Problem(where="parallel.num_microbatches", value=num_microbatches, message=f"is not a multiple of "
+                                                                                           f"pp={pp}, "
                         f"as {schedule} needs; try {below} or {below + multiple}")]
     return []
 
@@ -244,12 +251,14 @@ def schedule_problems(schedule: Schedule, num_microbatches: int, pp: int, dp: in
 def zero_problems(schedule: Schedule, zero_stage: int, pp: int) -> list[Problem]:
     """A split backward would meet parameters that FSDP has already dropped."""
     if pp > 1 and zero_stage == 3 and schedule in ZERO_BUBBLE_SCHEDULES:
-        return [Problem(where="parallel.zero_stage", value=3, message=f"drops parameters after each use, but {schedule} "
+        return [Problem(where="parallel.zero_stage", value=3, message=f"drops parameters after each use, but "
+                                                                      f"{schedule} "
                         "needs them again for the weights' gradients; try zero_stage 1 or 2")]
     return []
 
 
-def split_problems(layers_per_stage: tuple[int, ...], pp: int, virtual_stages: int, question: Question) -> list[Problem]:
+def split_problems(layers_per_stage: tuple[int, ...], pp: int, virtual_stages: int,
+                   question: Question) -> list[Problem]:
     """A split that the user wrote out: every layer exactly once, so that none is dropped silently."""
     layers, stages = question.model.num_layers, pp * virtual_stages
     found = []
@@ -258,5 +267,6 @@ def split_problems(layers_per_stage: tuple[int, ...], pp: int, virtual_stages: i
                      f"{abs(layers - sum(layers_per_stage))} {'more' if sum(layers_per_stage) < layers else 'fewer'} "
                      "would do")
     if len(layers_per_stage) != stages:
-        found.append(f"has {len(layers_per_stage)} stages, but pp × virtual_stages = {pp} × {virtual_stages} = {stages}")
+        found.append(f"has {len(layers_per_stage)} stages, but pp × virtual_stages = {pp} × {virtual_stages} = "
+                     f"{stages}")
     return [Problem(where="parallel.layers_per_stage", value=list(layers_per_stage), message=m) for m in found]

@@ -2,7 +2,8 @@
 
 Called by the planner's entry and by explanations. Parts of the space wait in one queue, ordered by a time that nothing
 in them can beat: shapes by their compute, variants in closed form and then by their timeline, layouts by what data
-parallelism adds. What comes out as a price is therefore the best of all that is left. Parts that cannot fit are dropped.
+parallelism adds. What comes out as a price is therefore the best of all that is left. Parts that cannot fit are
+dropped.
 """
 import heapq
 import itertools
@@ -15,10 +16,11 @@ from jobs.spec.model import AttentionConvention
 from jobs.spec.parallel import ZERO_BUBBLE_SCHEDULES, Layout, ParallelDims
 from orchestrator.planner.bounds import Bounds, Sharding
 from orchestrator.planner.cost import Priced, heaviest, price
+from orchestrator.planner.parts import Pass, Shape, Variant
 from orchestrator.planner.plan import GIB
 from orchestrator.planner.question import Question
 from orchestrator.planner.rules import zero_problems
-from orchestrator.planner.space import UNITS, Pass, Shape, Space, Variant
+from orchestrator.planner.space import UNITS, Space
 
 MOST_DROPPED = 64  # remembered, to show what was too big
 

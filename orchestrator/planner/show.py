@@ -60,7 +60,8 @@ def _headline(plan: Plan) -> Text:
     text = Text.assemble((job.model, "bold"), f"  {params} parameters  on  ", (job.cluster, "bold"),
                          f"  {job.num_nodes} nodes × {job.gpus_per_node} {job.gpu}\n",
                          (f"sequences of {job.seq_len} tokens, {job.global_batch_size} per step, {job.param_dtype}; "
-                          f"{plan.candidates:,} legal layouts searched in {seconds(plan.search_s)}, {plan.priced:,} priced", "dim"))
+                          f"{plan.candidates:,} legal layouts searched in {seconds(plan.search_s)}, {plan.priced:,} "
+                          "priced", "dim"))
     return text
 
 
@@ -72,7 +73,8 @@ def _layout(plan: Plan) -> Text:
         text.append(f"{axis}={degree}  ", style="bold green" if degree > 1 else "dim")
     empty = layout.slots - plan.job.global_batch_size
     weightless = f" ({empty} of {layout.slots} slots weigh nothing)" if empty else ""
-    text.append(f"\n{INDENT}microbatch {layout.microbatch_size} × {layout.num_microbatches} per replica{weightless}\n{INDENT}"
+    text.append(f"\n{INDENT}microbatch {layout.microbatch_size} × {layout.num_microbatches} per "
+                f"replica{weightless}\n{INDENT}"
                 f"{details(layout)}\n")
     text.append(f"{INDENT}mesh {' × '.join(dims.order)}, the innermost on neighbouring GPUs", "dim")
     return text
@@ -167,7 +169,8 @@ def _communication(plan: Plan) -> Table:
     for alike in _alike(plan.communication):
         one, total_s, exposed_s = alike[0], sum(t.seconds for t in alike), sum(t.exposed_s for t in alike)
         rows.add_row(one.axis, one.op, one.what, size(one.payload_bytes), f"{sum(t.times for t in alike):,}",
-                     LINKS[one.link], seconds(total_s), Text(seconds(exposed_s), "red" if exposed_s > total_s / 2 else ""))
+                     LINKS[one.link], seconds(total_s), Text(seconds(exposed_s), "red" if exposed_s > total_s / 2
+                                                             else ""))
     return rows
 
 

@@ -6,16 +6,14 @@ Legality is that of rules.py; memory and time are not known here.
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from jobs.spec import support
-from jobs.spec.load import Problem
 from jobs.spec.parallel import MESH_ORDER, VIRTUAL_STAGES, CpMethod, Layout, ParallelDims, Recompute, Schedule
 from orchestrator.config import CHOICES
 from orchestrator.planner import rules
 from orchestrator.planner.communication import axis_group
-from orchestrator.planner.plan import Refusal
+from orchestrator.planner.parts import Ledger, Pass, Shape, Variant
 from orchestrator.planner.question import WORLD_AXES, Question, divisors
 from orchestrator.planner.uneven import stage_splits
 
@@ -25,61 +23,6 @@ UNITS = (1, 2, 4)  # layers that FSDP gathers together
 MOST_VIRTUAL_STAGES = 16
 MOST_TOKENS = 65536  # of one microbatch on one rank: with more no matmul is fuller
 LEAST_CHUNK = {"cuda": 128, "cpu": 8}  # tokens of one of the two chunks of the sequence that a cp rank holds
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The degrees that decide how much a rank computes, and in which portions."""
-
-    world_size: int
-    tp: int
-    cp: int
-    pp: int
-    ep: int
-    dp: int
-    microbatch_size: int
-    num_microbatches: int  # the least that hold the batch
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """How pipeline ranks share the layers and order their work."""
-
-    schedule: Schedule
-    virtual_stages: int
-    num_microbatches: int
-    layers_per_stage: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """How one microbatch passes one cp × tp group of ranks."""
-
-    tp: int
-    cp: int
-    ep: int
-    microbatch_size: int
-    recompute: Recompute
-    sequence_parallel: bool
-    cp_method: CpMethod
-
-
-class Ledger:
-    """Counts what each rule refused and keeps its first problem."""
-
-    def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
-        self.examples: dict[str, Problem] = {}
-
-    def refuse(self, rule: str, problems: list[Problem]) -> bool:
-        if problems:
-            self.counts[rule] = self.counts.get(rule, 0) + 1
-            self.examples.setdefault(rule, problems[0])
-        return bool(problems)
-
-    def refusals(self) -> tuple[Refusal, ...]:
-        return tuple(Refusal(rule=rule, count=count, example=str(self.examples[rule]))
-                     for rule, count in sorted(self.counts.items(), key=lambda item: -item[1]))
 
 
 class Space:
@@ -124,7 +67,8 @@ class Space:
                         yield from self._batchings(world, tp, cp, pp, ep, dp)
 
     def _cps(self, tp: int, world: int) -> list[int]:
-        """Without a wish none that leaves attention less than a tile: such a chunk computes no faster than a whole one."""
+        """Without a wish none that leaves attention less than a tile: such a chunk computes no faster than a whole
+        one."""
         degrees = self._degrees("cp", world // tp)
         if self.question.request.options("cp") is not None:
             return degrees
@@ -162,7 +106,8 @@ class Space:
         """Schedules, stages and splits that the shape can run."""
         return self._variants(shape.pp, shape.num_microbatches, shape.dp, shape.microbatch_size, recompute)
 
-    def _variants_of(self, pp: int, least: int, dp: int, microbatch_size: int, recompute: Recompute) -> tuple[Variant, ...]:
+    def _variants_of(self, pp: int, least: int, dp: int, microbatch_size: int,
+                     recompute: Recompute) -> tuple[Variant, ...]:
         return tuple(Variant(schedule, virtual_stages, count, split)
                      for schedule, virtual_stages, count in self._schedules(pp, least, dp, microbatch_size)
                      for split in self._splits(pp, virtual_stages, recompute))
@@ -171,7 +116,8 @@ class Space:
     def recomputes(self) -> tuple[Recompute, ...]:
         return self._options["recompute"]
 
-    def _schedules_of(self, pp: int, least: int, dp: int, microbatch_size: int) -> tuple[tuple[Schedule, int, int], ...]:
+    def _schedules_of(self, pp: int, least: int, dp: int,
+                      microbatch_size: int) -> tuple[tuple[Schedule, int, int], ...]:
         """Schedule, virtual stages and number of microbatches that go together."""
         question, found = self.question, []
         names = self._options["schedule"]
@@ -184,7 +130,8 @@ class Space:
                 for count in self._counts(schedule, pp, least):
                     if not (self.ledger.refuse("num_microbatches", rules.count_problems(
                                 count, _rounded(least, schedule, pp), dp, microbatch_size, question))
-                            or self.ledger.refuse("schedule", rules.schedule_problems(schedule, count, pp, dp, question))):
+                            or self.ledger.refuse(
+                                "schedule", rules.schedule_problems(schedule, count, pp, dp, question))):
                         found.append((schedule, virtual_stages, count))
         return tuple(found)
 
@@ -267,7 +214,8 @@ class Space:
         found: list[ParallelDims] = []
         for dp_shard in divisors(dp):
             dp_replicate = dp // dp_shard
-            if (shards is not None and dp_shard not in shards) or (replicas is not None and dp_replicate not in replicas):
+            if (shards is not None and dp_shard not in shards) or (replicas is not None
+                                                                   and dp_replicate not in replicas):
                 continue
             if (self.ledger.refuse("dp_shard", rules.shard_problems(dp_shard, tp, question))
                     or rules.ep_group_problems(ep, dp_shard=dp_shard, cp=cp, tp=tp)):
@@ -276,7 +224,8 @@ class Space:
             for order in self.orders:
                 if ep > 1 and request.mesh_order == "auto" and not _experts_together(order):
                     continue
-                dims = ParallelDims(dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp, pp=pp, ep=ep, order=order)
+                dims = ParallelDims(dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp, pp=pp, ep=ep,
+                                    order=order)
                 links = tuple(axis_group(dims, axis, gpus_per_node=question.cluster.gpus_per_node)
                               for axis in WORLD_AXES)
                 if links not in seen:  # an order that crosses the same links costs the same

@@ -13,7 +13,8 @@ from jobs.spec.parallel import Recompute
 PASSES = {"none": 3.0, "selective": 3.0, "full": 4.0}  # forwards' worth of work of a layer in a step
 
 
-def stage_splits(model: ModelSpec, *, num_stages: int, seq_len: int, recompute: Recompute) -> tuple[tuple[int, ...], ...]:
+def stage_splits(model: ModelSpec, *, num_stages: int, seq_len: int,
+                 recompute: Recompute) -> tuple[tuple[int, ...], ...]:
     """Splits worth pricing, best balanced first; empty if there are more stages than layers.
 
     The first takes each end at its work (a look-up is none). The second takes each end as at least one layer (as

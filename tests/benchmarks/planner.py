@@ -40,13 +40,15 @@ def one(name: str) -> None:
     model, nodes, batch = next(job for job in JOBS if job[0].name == name)
     first_s, six_s, search, winner = measure(model, nodes, batch)
     effort = search.effort
-    print(json.dumps([first_s, six_s, search.space.count(), effort.shapes, effort.variants, effort.timelines, effort.priced,
+    print(json.dumps([first_s, six_s, search.space.count(), effort.shapes, effort.variants, effort.timelines,
+                      effort.priced,
                       f"{winner.layout} {winner.layout.schedule} {winner.predicted.step_time_s:.2f} s"]))
 
 
 def main() -> None:
     repeats = int(sys.argv[1]) if len(sys.argv) > 1 else 3
-    print(f"{'job':22} {'legal layouts':>14} {'shapes':>7} {'variants':>9} {'timelines':>9} {'priced':>7} {'winner':>8} "
+    print(f"{'job':22} {'legal layouts':>14} {'shapes':>7} {'variants':>9} {'timelines':>9} {'priced':>7} "
+          f"{'winner':>8} "
           f"{'best six':>8}")
     for model, nodes, _ in JOBS:
         runs = [json.loads(subprocess.run([sys.executable, "-m", "tests.benchmarks.planner", "--one", model.name],

@@ -100,7 +100,8 @@ def test_what_placement_forbids_is_priced_beside_the_rule():
     assert explained.layout.dims.tp == 16 and any("exposed tp communication +" in r for r in explained.reasons)
 
 
-@pytest.mark.parametrize("text,message", [("tpp=2", "did you mean 'tp'?"), ("tp", "is not key=value"), ("tp=two", "whole"),
+@pytest.mark.parametrize("text,message", [("tpp=2", "did you mean 'tp'?"), ("tp", "is not key=value"), ("tp=two",
+                                                                                                        "whole"),
                                           ("schedule=fast", "one of gpipe"), ("", "asks for nothing")])
 def test_wishes_that_cannot_be_read_are_refused(text, message):
     with pytest.raises(SpecError, match="--explain") as refused:
@@ -175,7 +176,8 @@ def test_what_does_not_fit_is_sharded_before_it_is_replicated():
 
 # ------------------------------------------------------------------ the command
 def orc(*arguments, cwd=ROOT):
-    return subprocess.run([sys.executable, "-m", "orchestrator.cli", *map(str, arguments)], capture_output=True, text=True,
+    return subprocess.run([sys.executable, "-m", "orchestrator.cli", *map(str, arguments)], capture_output=True,
+                          text=True,
                           cwd=cwd, env={**os.environ, "COLUMNS": "100"})
 
 
@@ -198,7 +200,8 @@ def test_the_command_explains_diffs_and_exports(tmp_path):
 
 def test_the_command_refuses_without_a_traceback(tmp_path):
     (tmp_path / "no.json").write_text("[]")
-    for arguments in (("plan", tmp_path / "no.json", "--diff", tmp_path / "no.json"), ("export", tmp_path / "no.json", "--to", "x"),
+    for arguments in (("plan", tmp_path / "no.json", "--diff", tmp_path / "no.json"), ("export", tmp_path / "no.json",
+                                                                                       "--to", "x"),
                       ("plan", ROOT / "configs/runs/demo.yaml", "--explain", "tpp=1"),
                       ("plan", ROOT / "configs/runs/demo.yaml", "--from", tmp_path / "no.json")):
         done = orc(*arguments)

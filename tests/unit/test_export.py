@@ -88,7 +88,8 @@ def test_the_stage_string_holds_every_layer_once():
 
 # tool, layout, what the refusal must name
 UNSAYABLE = [
-    ("accelerate", {"dims": {"pp": 2, "dp_shard": 4}, "num_microbatches": 4}, "layout.pp: 2 has no field in accelerate"),
+    ("accelerate", {"dims": {"pp": 2, "dp_shard": 4}, "num_microbatches": 4},
+     "layout.pp: 2 has no field in accelerate"),
     ("axolotl", {"dims": {"dp_shard": 8}, "num_microbatches": 2, "zero_stage": 1}, "layout.zero_stage: 1"),
     ("accelerate", {"dims": {"dp_shard": 8}, "num_microbatches": 2, "recompute": "selective"}, "layout.recompute"),
     ("accelerate", {"dims": {"dp_replicate": 4, "tp": 2}, "num_microbatches": 4}, "layout.dp_shard"),

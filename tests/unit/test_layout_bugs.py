@@ -67,15 +67,18 @@ REFUSED = {
         {"pp": 4, "schedule": "interleaved_1f1b", "virtual_stages": 2, "layers_per_stage": [3, 2, 2]},
         ["has 7 layers, but model.num_layers=20", "has 3 stages, but pp × virtual_stages = 4 × 2 = 8"]),
     "fewer microbatches than stages: NVIDIA-NeMo/NeMo#14288": (
-        model(num_layers=12), 6, 3, 128, {"pp": 6, "tp": 1, "cp": 1, "schedule": "interleaved_1f1b", "num_microbatches": 3,
+        model(num_layers=12), 6, 3, 128, {"pp": 6, "tp": 1, "cp": 1, "schedule": "interleaved_1f1b",
+                                          "num_microbatches": 3,
                                           "microbatch_size": 1},
         ["parallel.pp: 6 needs at least 6 microbatches for interleaved_1f1b", "leaves 3; try pp=3"]),
     "no rounds of pp: pytorch/pytorch#129597": (
-        model(num_layers=8), 4, 10, 128, {"pp": 4, "tp": 1, "cp": 1, "schedule": "interleaved_1f1b", "microbatch_size": 1,
+        model(num_layers=8), 4, 10, 128, {"pp": 4, "tp": 1, "cp": 1, "schedule": "interleaved_1f1b",
+                                          "microbatch_size": 1,
                                           "num_microbatches": 10, "uneven_batch": False},
         ["parallel.num_microbatches: 10 is not a multiple of pp=4, as interleaved_1f1b needs; try 8 or 12"]),
     "a sequence cut short: NVIDIA/Megatron-LM#1669": (
-        SMALL, 2, 16, 7, {"cp": 2}, ["parallel.cp: 2 needs training.seq_len=7 to be a multiple of 2·cp = 4", "seq_len=8"]),
+        SMALL, 2, 16, 7, {"cp": 2}, ["parallel.cp: 2 needs training.seq_len=7 to be a multiple of 2·cp = 4",
+                                     "seq_len=8"]),
     "cp with sequence parallelism: ISEEKYAN/mbridge#158": (
         SMALL, 4, 16, 12, {"cp": 2, "tp": 2, "sequence_parallel": True},
         ["parallel.cp: 2 needs training.seq_len=12 to be a multiple of 2·cp·tp = 8", "seq_len=16"]),
@@ -85,7 +88,8 @@ REFUSED = {
         model(vocab_size=65535), 2, 16, 128, {"tp": 2},
         ["parallel.tp: 2 does not divide model.vocab_size=65535 (padded, 65536 would do)", "try 1"]),
     "vocabulary 250,682 over 8: vllm-project/vllm#440": (
-        model(vocab_size=250682, num_kv_heads=8), 8, 16, 128, {"tp": 8}, ["does not divide model.vocab_size=250682 (padded, "
+        model(vocab_size=250682, num_kv_heads=8), 8, 16, 128, {"tp": 8}, ["does not divide model.vocab_size=250682 "
+                                                                          "(padded, "
                                                                           "250880 would do)"]),
     "vocabulary 151,552 over 6: sgl-project/sglang": (
         model(vocab_size=151552, num_heads=12, num_kv_heads=12, ffn_dim=9600), 6, 12, 128, {"tp": 6},
@@ -156,7 +160,8 @@ def test_what_broke_elsewhere_is_planned_with_every_layer_and_every_sample(issue
 
 def test_126_layers_with_their_ends_are_128():
     """8 ranks · 8 chunks · 2 layers, one of each end being the embedding or the loss."""
-    chosen = plan_for(model(num_layers=126), cpu(1, 8), training(global_batch_size=8), pp=8, schedule="interleaved_1f1b",
+    chosen = plan_for(model(num_layers=126), cpu(1, 8), training(global_batch_size=8), pp=8,
+                      schedule="interleaved_1f1b",
                       virtual_stages=8)
     assert sorted(chosen.layout.layers_per_stage) == [1, 1] + [2] * 62
 

@@ -130,7 +130,8 @@ NONSENSE = st.sampled_from([None, "", "all", 1.5, True, [], ["auto"], [1, "x"], 
 def test_wishes_that_make_no_sense_are_refused_without_a_traceback(name, value):
     model = ModelSpec(name="m", vocab_size=256, dim=64, num_layers=4, num_heads=4, num_kv_heads=4, ffn_dim=128)
     cluster = ClusterSpec(name="c", kind="local", num_nodes=1, gpus_per_node=4, gpu="cpu")
-    plan_or_refusal(model, cluster, TrainingSpec(steps=1, seq_len=64, global_batch_size=8), ParallelRequest(**{name: value}))
+    plan_or_refusal(model, cluster, TrainingSpec(steps=1, seq_len=64, global_batch_size=8),
+                    ParallelRequest(**{name: value}))
 
 
 @SETTINGS

@@ -1,4 +1,5 @@
-"""The search against pricing everything: on small spaces the optimum is never lost, and every layout is counted once."""
+"""The search against pricing everything: on small spaces the optimum is never lost, and every layout is counted
+once."""
 import dataclasses
 import itertools
 
@@ -14,7 +15,8 @@ from tests.helpers.planning import LLAMA3_8B, SMALL, cpu, h100, training
 
 TEN = dataclasses.replace(LLAMA3_8B, num_layers=10)
 EXPERTS = dataclasses.replace(SMALL, num_layers=6, moe=MoeSpec(num_experts=4, top_k=2, ffn_dim=256, first_layer=1))
-SIX_EXPERTS = dataclasses.replace(LLAMA3_8B, num_layers=6, moe=MoeSpec(num_experts=8, top_k=2, ffn_dim=14336, first_layer=1))
+SIX_EXPERTS = dataclasses.replace(LLAMA3_8B, num_layers=6, moe=MoeSpec(num_experts=8, top_k=2, ffn_dim=14336,
+                                                                       first_layer=1))
 
 # name → model, cluster, global batch, sequence, fixed
 SPACES = {
