@@ -136,7 +136,8 @@ def run(run_file: RunFile, overrides: Overrides = EMPTY,
 
 @app.command()
 def submit(run_file: RunFile, overrides: Overrides = EMPTY,
-           dry_run: Annotated[bool, typer.Option("--dry-run", help="print the exact script, submit nothing")] = False) -> None:
+           dry_run: Annotated[bool, typer.Option("--dry-run", help="print the exact script, submit nothing")] = False
+           ) -> None:
     """Plan and submit one job; `orc status` follows."""
     loaded = load_traced(run_file, overrides)
     config, made = loaded.config, make_plan(loaded, trainable=True)

@@ -35,7 +35,8 @@ def read_yaml(path: Path, problems: list[Problem], prefix: str = "") -> Layer:
         node = yaml.compose(text)
         data = OmegaConf.to_container(OmegaConf.create(text), resolve=False) if node is not None else {}
     except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
-        problems.append(Problem(where=prefix or "file", value=str(path), message=f"cannot be read: {first_line(error)}"))
+        message = f"cannot be read: {first_line(error)}"
+        problems.append(Problem(where=prefix or "file", value=str(path), message=message))
         return Layer({}, {})
     if not isinstance(data, dict):
         problems.append(Problem(where=prefix or "file", value=str(path), message="is not a mapping of keys to values"))

@@ -83,7 +83,8 @@ class Run:
             path = self.run_dir.supervisor_log
         if not path.exists():
             there = sorted(p.name for p in path.parent.glob("*")) if path.parent.is_dir() else []
-            raise SpecError([Problem(where="log", value=str(path), message=f"does not exist; {suggest(path.name, there)}")])
+            raise SpecError([Problem(where="log", value=str(path),
+                                     message=f"does not exist; {suggest(path.name, there)}")])
         return path
 
 
@@ -106,7 +107,8 @@ def _stored(run_dir: RunDir) -> dict:
     try:
         data = yaml.safe_load(run_dir.config.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise SpecError([Problem(where="config", value=str(run_dir.config), message=f"cannot be read: {error}")]) from error
+        raise SpecError([Problem(where="config", value=str(run_dir.config),
+                                 message=f"cannot be read: {error}")]) from error
     return data if isinstance(data, dict) else {}
 
 
@@ -156,7 +158,8 @@ def stop_run(run: Run, reason: str) -> str:
         return f"{run.run_dir.path.name}: {accepted.message} (job {run.job_id})"
     except (OSError, ValueError, KeyError) as error:
         if run.job_id is None:
-            raise SpecError([Problem(where="run", value=run.run_dir.path.name, message="was never submitted")]) from error
+            raise SpecError([Problem(where="run", value=run.run_dir.path.name,
+                                     message="was never submitted")]) from error
         run.executor.cancel(run.job_id)
         return f"{run.run_dir.path.name}: its supervisor does not answer ({error}); job {run.job_id} was cancelled"
 

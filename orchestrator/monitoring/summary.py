@@ -39,7 +39,7 @@ class AttemptSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WandbLocation:
-    id: str | None  # None: no supervisor has started yet
+    id: str | None  # None: no supervisor has started yet, or W&B is disabled
     dir: str | None
 
 
@@ -78,8 +78,14 @@ def summarize(events: Sequence[Event], *, run_dir: RunDir, submissions: Sequence
         mfu=_median(s.mfu for s in productive),
         goodput=goodput(events, submissions=submissions,
                          now=now if state in ("pending", "running") else None),
-        wandb=WandbLocation(id=starts[-1].wandb_id if starts else None, dir=str(run_dir.wandb) if not starts or starts[-1].wandb_id else None),
+        wandb=_wandb(starts[-1] if starts else None, run_dir=run_dir),
     )
+
+
+def _wandb(started: RunStarted | None, *, run_dir: RunDir) -> WandbLocation:
+    if started is None:
+        return WandbLocation(id=None, dir=str(run_dir.wandb))
+    return WandbLocation(id=started.wandb_id, dir=str(run_dir.wandb) if started.wandb_id else None)
 
 
 def summary_json(summary: RunSummary) -> str:

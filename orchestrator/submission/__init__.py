@@ -61,7 +61,8 @@ class Launcher(Protocol):
     nodes: tuple[str, ...]  # in topology order
     address: str  # where the other nodes reach this host
 
-    async def start_agents(self, nodes: tuple[str, ...], *, run_dir: Path, port: int) -> list[asyncio.subprocess.Process]:
+    async def start_agents(self, nodes: tuple[str, ...], *, run_dir: Path,
+                           port: int) -> list[asyncio.subprocess.Process]:
         """Start one agent on each of `nodes`; they connect to address:port by themselves.
 
         The processes returned are what was started here (one srun, or one agent per virtual node);

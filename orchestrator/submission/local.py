@@ -64,7 +64,8 @@ class LocalLauncher:
         self.nodes = tuple(f"node-{i}" for i in range(num_nodes))
         self.job_id = job_id_of(os.getpid())
 
-    async def start_agents(self, nodes: tuple[str, ...], *, run_dir: Path, port: int) -> list[asyncio.subprocess.Process]:
+    async def start_agents(self, nodes: tuple[str, ...], *, run_dir: Path,
+                           port: int) -> list[asyncio.subprocess.Process]:
         return [await self._start_agent(node, run_dir, port) for node in nodes]
 
     async def end_time(self) -> float | None:

@@ -71,7 +71,9 @@ class Crew:
                     return []
                 joined = AgentJoined(t=time.time(), node=hello.node, host=hello.host, pid=hello.pid, gpus=hello.gpus)
                 replaced = self.attempt != 0 and hello.attempt != self.attempt
-                return [joined] + ([_lost(hello.node, "its agent was replaced by a new one", time.time())] if replaced else [])
+                if not replaced:
+                    return [joined]
+                return [joined, _lost(hello.node, "its agent was replaced by a new one", time.time())]
             case Dropped(node=node):
                 if node not in self.channel.agents:
                     return []  # dismissed: nobody waits for it

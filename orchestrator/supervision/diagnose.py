@@ -17,7 +17,7 @@ _ECHO = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|peer closed|remote peer|"
     r"timed out (waiting|after)|DistNetworkError|DistBackendError|ncclRemoteError|ncclSystemError|"
     r"NCCL (communicator|watchdog)|read (0|error)|no longer alive|store.*(recv|wait)", re.IGNORECASE)
-_EXCEPTION_LINE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Fault|Corrupt|Exit|Warning)?)(: (?P<message>.*))?$")
+_EXCEPTION_LINE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(: (?P<message>.*))?$")
 _CAUSED = "The above exception was the direct cause of the following exception:"
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 EVIDENCE_LINES = 12

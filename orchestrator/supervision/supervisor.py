@@ -12,7 +12,6 @@ import resource
 import secrets
 import signal
 import socket
-import subprocess
 import sys
 import time
 import traceback
@@ -38,11 +37,10 @@ from orchestrator.supervision.decide import decide
 from orchestrator.supervision.diagnose import diagnose
 from orchestrator.supervision.journal import Journal, JournalError
 from orchestrator.supervision.observe import Health, observe
+from orchestrator.supervision.reader import WandbReader
 
 ORPHAN_S = 120.0  # agents without a supervisor end themselves; longer than any reconnect, shorter than a waste
 CLOCK_S = 30.0  # between questions for the job's end
-WANDB_RESTARTS = 3  # of its reader; a W&B that cannot be fed is not tried for ever
-WANDB_FINISH_S = 60.0  # for the reader to send its last lines after the run's end
 EXIT_CODES = {"completed": 0, "failed": 1, "stopped": 3}
 
 
@@ -74,7 +72,7 @@ class Supervisor:
         self.health: Health | None = None  # of the attempt that is being watched
         self.commits: Commits | None = None
         self.stop: Stop | None = None
-        self.wandb: subprocess.Popen | None = None
+        self.wandb = WandbReader(self.run_dir, wanted=self.config.wandb.mode != "disabled")
 
     # -------------------------------------------------------------- the run
     async def run(self) -> int:
@@ -82,7 +80,7 @@ class Supervisor:
         self._handle_signals()
         self.crew.port = await self.channel.listen()
         self._announce()
-        self.wandb = self._start_wandb()
+        self.wandb.start()
         clock = asyncio.create_task(self._watch_surroundings())
         try:
             state, reason = await self._attempts()
@@ -96,7 +94,8 @@ class Supervisor:
         await asyncio.to_thread(self._tidy, remove_unfinished, self.run_dir)
         self.journal.write(RunEnded(t=time.time(), state=state, reason=reason, final_step=self.journal.last_step))
         self.journal.close()  # from now on a resume may write
-        await asyncio.to_thread(_wait_for_wandb, self.wandb)
+        if message := await asyncio.to_thread(self.wandb.wait):
+            say(message)
         return EXIT_CODES[state]
 
     async def _attempts(self) -> tuple[str, str]:
@@ -122,7 +121,8 @@ class Supervisor:
                              resume_step=newest)
         self.commits = Commits(self.run_dir, job)
         self.journal.write(AttemptStarted(t=time.time(), attempt=attempt, nodes=placement.nodes,
-                                          world_size=job.world_size, resume_step=newest, layout=str(self.layout or "command")))
+                                          world_size=job.world_size, resume_step=newest,
+                                          layout=str(self.layout or "command")))
         not_started: CannotStart | None = None
         try:
             await self._start(placement, job)
@@ -271,15 +271,13 @@ class Supervisor:
     async def _watch_surroundings(self) -> None:
         """What nobody reports. Slurm's warning signal reaches the first host of a job only, and never twice, so
         ask for the end as well; and a W&B reader that was killed goes on where it was."""
-        lead, wandb_restarts = self.config.cluster.slurm.signal_lead_s, 0
+        lead = self.config.cluster.slurm.signal_lead_s
         while True:
             end = await self.launcher.end_time()
             if end is not None and end - time.time() < lead:
                 self._ask_to_stop("time_limit", f"the job ends in less than {lead} s")
-            if self.wandb is not None and self.wandb.poll() not in (None, 0) and wandb_restarts < WANDB_RESTARTS:
-                wandb_restarts += 1
-                say(f"the W&B reader ended with code {self.wandb.returncode}, see logs/wandb.log; started again")
-                self.wandb = self._start_wandb()
+            if message := self.wandb.revive():
+                say(message)
             await asyncio.sleep(CLOCK_S)
 
     def _announce(self) -> None:
@@ -289,25 +287,8 @@ class Supervisor:
             "job_id": self.launcher.job_id, "term": self.term})
         self.journal.write(RunStarted(
             t=time.time(), run=self.config.run, job_id=self.launcher.job_id, term=self.term, host=host,
-            wandb_id=None if self.config.wandb.mode == "disabled" else self.journal.wandb_id or secrets.token_hex(4),
+            wandb_id=(self.journal.wandb_id or secrets.token_hex(4)) if self.wandb.wanted else None,
             max_restarts=self.policy.max_restarts))
-
-    def _start_wandb(self) -> subprocess.Popen | None:
-        if self.config.wandb.mode == "disabled":
-            return None
-        self.run_dir.wandb.mkdir(exist_ok=True)
-        with (self.run_dir.path / "logs" / "wandb.log").open("ab") as log:
-            return subprocess.Popen([sys.executable, "-m", "orchestrator.monitoring.wandb", str(self.run_dir.path)],
-                                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-
-
-def _wait_for_wandb(reader: subprocess.Popen | None) -> None:
-    """It gets time for its last lines, but cannot hold the run's end up."""
-    if reader is not None:
-        try:
-            reader.wait(WANDB_FINISH_S)
-        except subprocess.TimeoutExpired:
-            say(f"the W&B reader was still busy after {WANDB_FINISH_S:.0f} s: left to itself")
 
 
 def write_json(path: Path, data) -> None:
