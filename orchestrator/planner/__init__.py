@@ -76,9 +76,10 @@ def plan_question(question: Question, *, headroom: float, convention: AttentionC
 
 
 def _best(search: Search, *, count: int) -> list[Priced]:
-    """The fastest layouts that fit, one per combination of degrees."""
+    """The fastest layouts that fit, one per combination of degrees; where the request fixes those, one per batching,
+    schedule, recompute and ZeRO stage."""
     found: list[Priced] = []
-    key = _degrees if search.space.several_dims() else (lambda layout: layout)
+    key = _degrees if search.space.several_dims() else _gist
     seen: set = set()
     for one in search.ranked(wanted=lambda layout: key(layout) not in seen):
         found.append(one)
@@ -90,6 +91,12 @@ def _best(search: Search, *, count: int) -> list[Priced]:
 
 def _degrees(layout: Layout) -> tuple[int, ...]:
     return tuple(getattr(layout.dims, axis) for axis in AXES)
+
+
+def _gist(layout: Layout) -> tuple[object, ...]:
+    """What a person would call another layout of the same degrees; mesh order and units are details."""
+    return (layout.microbatch_size, layout.num_microbatches, layout.schedule, layout.virtual_stages, layout.recompute,
+            layout.zero_stage, layout.sequence_parallel)
 
 
 def _free(question: Question, winner: Priced, *, headroom: float,

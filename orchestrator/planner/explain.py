@@ -14,7 +14,7 @@ from orchestrator.config import CHOICES, COUNTS, ParallelRequest
 from orchestrator.planner.cost import Priced
 from orchestrator.planner.plan import AxisEffect, Plan, Rejected
 from orchestrator.planner.question import Question, divisors
-from orchestrator.planner.reasons import EQUAL, gib, grown_parts, ms, reject, too_big_by
+from orchestrator.planner.reasons import EQUAL, against_request, gib, grown_parts, ms, reject, too_big_by
 from orchestrator.planner.refusals import question_problems
 from orchestrator.planner.search import Search
 
@@ -45,7 +45,8 @@ def axis_effects(question: Question, winner: Priced, *, headroom: float) -> tupl
         value = getattr(winner.layout.dims, axis)
         others = [1] if value > 1 else divisors(question.world_size)[1:]
         if others:
-            found.append(_effect(axis, value, others, narrowed, winner, headroom=headroom, convention=convention))
+            found.append(_effect(axis, value, others, narrowed, winner, wishes=question.request, headroom=headroom,
+                                 convention=convention))
     crossing = _crossing(narrowed, winner, headroom=headroom, convention=convention)
     return tuple(found) + ((crossing,) if crossing else ())
 
@@ -59,15 +60,16 @@ def _narrowed(question: Question, layout: Layout) -> Question:
     return dataclasses.replace(question, request=request)
 
 
-def _effect(axis: str, value: int, others: list[int], question: Question, winner: Priced, *, headroom: float,
-            convention: Any) -> AxisEffect:
+def _effect(axis: str, value: int, others: list[int], question: Question, winner: Priced, *, wishes: ParallelRequest,
+            headroom: float, convention: Any) -> AxisEffect:
     asked = dataclasses.replace(question, request=dataclasses.replace(question.request, **{axis: others}))
     best = _first(asked, headroom=headroom, convention=convention)
     what = f"without {axis}" if value > 1 else f"with {axis}"
     if isinstance(best, str):
         return AxisEffect(axis=axis, value=value, what=what, other=None, change=None, note=best)
-    return AxisEffect(axis=axis, value=value, what=what, other=reject(best, winner), change=_change(best, winner),
-                      note="")
+    change = _change(best, winner)
+    other = reject(best, winner) if change > -EQUAL else against_request(best, winner, request=wishes)
+    return AxisEffect(axis=axis, value=value, what=what, other=other, change=change, note="")
 
 
 def _crossing(question: Question, winner: Priced, *, headroom: float, convention: Any) -> AxisEffect | None:
