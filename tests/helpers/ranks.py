@@ -4,11 +4,13 @@ The parent must not have run a torch operation on several threads before: a matm
 Importing this module (which happens before the first test runs) therefore sets one thread. CUDA needs
 fresh processes: `method="spawn"`, and then `function` must be importable.
 """
+import atexit
 import dataclasses
 import functools
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import tempfile
 import traceback
@@ -120,6 +122,7 @@ def tokens_file() -> Path:
     from jobs.tokens import build_tokens
 
     folder = Path(tempfile.mkdtemp(prefix="orc-tests-"))
+    atexit.register(shutil.rmtree, folder)  # forked ranks leave by os._exit and do not run this
     words = ("the", "mesh", "of", "ranks", "holds", "one", "shard", "each", "and", "sums", "its", "gradient")
     state, text = 1, []
     for _ in range(12_000):
