@@ -17,7 +17,7 @@ from rich.console import Console
 from jobs.spec.load import SpecError
 from jobs.spec.rundir import RunDir
 from orchestrator.config import RunConfig
-from orchestrator.load import Loaded, load_traced, read_stored
+from orchestrator.load import load_traced, read_stored
 from orchestrator.monitoring.history import HistoryError
 from orchestrator.monitoring.status import render_report, render_status, write_report
 from orchestrator.monitoring.summary import summary_json

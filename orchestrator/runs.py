@@ -16,7 +16,7 @@ import yaml
 from rich.console import Console
 
 from jobs.spec.control import Challenge, Command, CommandAccepted, Knock, prove, proves
-from jobs.spec.events import Event, RunEnded, RunStarted, decode, encode
+from jobs.spec.events import EXIT_CODES, Event, RunEnded, RunStarted, decode, encode
 from jobs.spec.lines import UNPROVEN_LIMIT
 from jobs.spec.load import Problem, SpecError, suggest
 from jobs.spec.rundir import RunDir
@@ -30,7 +30,6 @@ from orchestrator.submission.slurm import SlurmExecutor
 FOLLOW_S = 0.2  # between looks at the history
 STATE_S = 10.0  # between questions to the scheduler while following
 STOP_CONNECT_S = 5.0
-EXIT_CODES = {"completed": 0, "failed": 1, "stopped": 3}
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import hmac
 import json
 from dataclasses import dataclass
 
-from jobs.spec.events import (AgentReport, FaultInjected, NodeSample, RankError, RankExit, RankFinished, ShardReport,
+from jobs.spec.events import (FaultInjected, NodeSample, RankError, RankExit, RankFinished, ShardReport,
                               StepReport)
 from jobs.spec.job import JobSpec, RankSlot
 

@@ -247,6 +247,9 @@ class RunEnded:
     final_step: int | None
 
 
+# of a run's supervisor, and of the command that followed it; 2 is refused input
+EXIT_CODES = {"completed": 0, "failed": 1, "stopped": 3}
+
 RankReport = RankProgress | StepReport | ShardReport | RankError | FaultInjected | RankFinished
 AgentReport = RankExit | NodeSample
 Event = (StepReport | RankError | FaultInjected | RankFinished | RankExit | NodeSample | RunStarted | AgentJoined

@@ -3,7 +3,6 @@
 Called by memory, communication and cost. Experts are counted apart: another group of ranks shares them.
 """
 import functools
-import functools
 from dataclasses import dataclass
 
 from jobs.spec.counts import (attention_bias_params, attention_matmul_params, attention_norm_params, embedding_params,

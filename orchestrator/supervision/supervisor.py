@@ -19,8 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jobs.spec.control import Command, Welcome
-from jobs.spec.events import (AgentJoined, AgentLost, AttemptEnded, AttemptStarted, CheckpointSkipped, Decision,
-                              Diagnosis, DiagnosisKind, RunEnded, RunStarted, ShardReport)
+from jobs.spec.events import (EXIT_CODES, AgentJoined, AgentLost, AttemptEnded, AttemptStarted, CheckpointSkipped,
+                              Decision, Diagnosis, DiagnosisKind, RunEnded, RunStarted, ShardReport)
 from jobs.spec.job import JobSpec
 from jobs.spec.load import to_dict
 from jobs.spec.parallel import Layout
@@ -41,7 +41,6 @@ from orchestrator.supervision.reader import WandbReader
 
 ORPHAN_S = 120.0  # agents without a supervisor end themselves; longer than any reconnect, shorter than a waste
 CLOCK_S = 30.0  # between questions for the job's end
-EXIT_CODES = {"completed": 0, "failed": 1, "stopped": 3}
 
 
 class Stop(Exception):

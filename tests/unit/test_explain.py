@@ -13,7 +13,6 @@ from rich.console import Console
 from jobs.spec.load import SpecError
 from orchestrator.config import ParallelRequest
 from orchestrator.planner import plan_from_dict, plan_json, plan_question
-from orchestrator.planner.cost import price
 from orchestrator.planner.explain import axis_effects, diff, explain, parse_wishes
 from orchestrator.planner.question import Question
 from orchestrator.planner.search import Search
