@@ -23,9 +23,10 @@ from jobs.ranks import Ranks
 from jobs.recorder import AGENT_SOCKET
 from jobs.spec.control import (Ack, Challenge, Heartbeat, Hello, Kill, Killed, Knock, Prepare, Prepared, PrepareFailed,
                                Shutdown, Spooled, Start, ToAgent, Welcome, prove, proves)
-from jobs.spec.events import RankProgress, RankReport, decode, encode, kind_of, to_wire
+from jobs.spec.events import RankProgress, RankReport
 from jobs.spec.lines import PROVEN_LIMIT, Lines
 from jobs.spec.rundir import RunDir
+from jobs.spec.wire import decode, encode, kind_of, to_wire
 
 RETRY_S = 0.5  # between attempts to reach the supervisor
 HANDSHAKE_S = 10.0  # both proofs

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 from jobs.process import die_with_parent, num_threads
 from jobs.recorder import Recorder
-from jobs.spec.events import RankError, decode, encode
+from jobs.spec.events import RankError
 from jobs.spec.job import JobSpec
+from jobs.spec.wire import decode, encode
 
 
 # ------------------------------------------------------------------ agent → fork server

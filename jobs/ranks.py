@@ -19,10 +19,11 @@ import psutil
 from jobs.forkserver import Answer, Exited, Fork, Forked, Preload, Ready, Signal
 from jobs.node import available_cpus, interface_of
 from jobs.spec.control import RankState, Start
-from jobs.spec.events import RankExit, RankProgress, decode, encode
+from jobs.spec.events import RankExit, RankProgress
 from jobs.spec.job import SCRUBBED_PREFIXES, RankSlot, rank_environment
 from jobs.spec.lines import PROVEN_LIMIT
 from jobs.spec.rundir import RunDir
+from jobs.spec.wire import decode, encode
 
 LOG_TAIL_BYTES = 8192
 

@@ -8,7 +8,8 @@ import socket
 import time
 from typing import Any
 
-from jobs.spec.events import RankProgress, encode
+from jobs.spec.events import RankProgress
+from jobs.spec.wire import encode
 
 AGENT_SOCKET = "ORC_AGENT_SOCKET"  # the agent's Unix socket, in the rank's environment; "@…" is an abstract name
 SEND_TIMEOUT_S = 30.0  # an agent that does not read for so long is dead or stopped

@@ -16,10 +16,11 @@ import yaml
 from rich.console import Console
 
 from jobs.spec.control import Challenge, Command, CommandAccepted, Knock, prove, proves
-from jobs.spec.events import EXIT_CODES, Event, RunEnded, RunStarted, decode, encode
+from jobs.spec.events import EXIT_CODES, Event, RunEnded, RunStarted
 from jobs.spec.lines import UNPROVEN_LIMIT
 from jobs.spec.load import Problem, SpecError, suggest
 from jobs.spec.rundir import RunDir
+from jobs.spec.wire import decode, encode
 from orchestrator.monitoring.history import read_history, read_submissions
 from orchestrator.monitoring.progress import Progress
 from orchestrator.monitoring.summary import RunSummary, summarize

@@ -1,25 +1,15 @@
 """What a run tells: reports of ranks and agents, and the lines of its history, `events.jsonl`.
 
 The supervisor is the only writer of the history; status, reports, the goodput ledger and W&B are its
-readers. Reports travel rank → agent → supervisor as one JSON object per line. Each dataclass is one
-kind of line; its key `event` is the class name in snake_case.
+readers. Reports travel rank → agent → supervisor as one JSON object per line (wire). Each dataclass is one
+kind of line.
 """
-import functools
-import json
-import re
 from dataclasses import dataclass
-from typing import Any, Literal
-
-from jobs.spec.load import from_dict, to_dict
+from typing import Literal
 
 DiagnosisKind = Literal["crash", "hang", "straggler", "preemption", "time_limit", "node_failure", "divergence",
                         "corruption", "user_error", "stopped", "completed"]
 Act = Literal["restart", "stop", "finish"]
-
-
-def kind_of(cls: type) -> str:
-    """StepReport → step_report"""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
 
 
 # ------------------------------------------------------------------ reports of a rank
@@ -255,39 +245,3 @@ AgentReport = RankExit | NodeSample
 Event = (StepReport | RankError | FaultInjected | RankFinished | RankExit | NodeSample | RunStarted | AgentJoined
          | AgentLost | AttemptStarted | CheckpointCommitted | CheckpointSkipped | Diagnosis | Decision | AttemptEnded
          | RunEnded)
-
-
-def to_wire(message: Any) -> dict[str, Any]:
-    """Dataclass → JSON-able data; `event` names its class."""
-    return {"event": kind_of(type(message))} | to_dict(message)
-
-
-def from_wire(data: dict[str, Any], union: Any, *, origin: str = "message") -> Any:
-    """The inverse of to_wire for the classes of `union`. Raises SpecError or ValueError."""
-    classes = _classes(union)
-    fields = dict(data)
-    name = fields.pop("event", None)
-    if not isinstance(name, str) or name not in classes:
-        raise ValueError(f"{origin}: unknown event {name!r}; known: {', '.join(sorted(classes))}")
-    return from_dict(classes[name], fields, origin=origin)
-
-
-@functools.cache
-def _classes(union: Any) -> dict[str, type]:
-    return {kind_of(cls): cls for cls in union.__args__}
-
-
-def encode(message: Any) -> bytes:
-    """Dataclass → one JSON line."""
-    return json.dumps(to_wire(message)).encode() + b"\n"
-
-
-def decode(line: bytes | str, union: Any, *, origin: str = "message") -> Any:
-    """One JSON line → the dataclass of `union` that it names. Raises SpecError or ValueError."""
-    try:
-        data = json.loads(line)
-    except RecursionError:
-        raise ValueError(f"{origin}: nested too deeply") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{origin}: is not a JSON object")
-    return from_wire(data, union, origin=origin)

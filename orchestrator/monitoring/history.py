@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jobs.spec.events import Event, decode
+from jobs.spec.events import Event
 from jobs.spec.load import Problem, SpecError
+from jobs.spec.wire import decode
 
 
 class HistoryError(ValueError):

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from jobs.spec.control import (Ack, Challenge, Command, CommandAccepted, Hello, Knock, Shutdown, Spooled, ToSupervisor,
                                Welcome, prove, proves)
-from jobs.spec.events import decode, encode
 from jobs.spec.lines import CHUNK, PROVEN_LIMIT, Lines
+from jobs.spec.wire import decode, encode
 
 HANDSHAKE_S = 10.0  # for both proofs
 SPARE_CONNECTIONS = 64  # that may be greeting at once, beyond two per node

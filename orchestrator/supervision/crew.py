@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 from jobs.spec.control import (Command, Heartbeat, Kill, Killed, Prepare, Prepared, PrepareFailed, Report, Shutdown,
                                Spooled, Start)
-from jobs.spec.events import AgentJoined, AgentLost, from_wire, kind_of
+from jobs.spec.events import AgentJoined, AgentLost
 from jobs.spec.job import JobSpec
 from jobs.spec.rundir import RunDir
+from jobs.spec.wire import from_wire, kind_of
 from orchestrator.config import PolicySpec
 from orchestrator.placement import Placement
 from orchestrator.submission import Launcher

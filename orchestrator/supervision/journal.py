@@ -8,7 +8,8 @@ import os
 from pathlib import Path
 
 from jobs.spec.events import (AttemptStarted, CheckpointCommitted, CheckpointSkipped, Decision, Diagnosis, Event,
-                              NodeSample, RunStarted, StepReport, encode)
+                              NodeSample, RunStarted, StepReport)
+from jobs.spec.wire import encode
 from orchestrator.monitoring.history import read_history
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from jobs.spec.events import (AgentJoined, AttemptEnded, AttemptStarted, CheckpointCommitted, Decision, Diagnosis,
                               Event, FaultInjected, NodeSample, RankExit, RankFinished, RunEnded, RunStarted,
-                              StepReport, encode)
+                              StepReport)
+from jobs.spec.wire import encode
 
 T0 = 1_750_000_000.0  # the first supervisor takes charge
 NODES = ("node-0", "node-1")

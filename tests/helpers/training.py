@@ -18,13 +18,14 @@ from jobs.mesh import build_mesh
 from jobs.parallel import ParallelModel, parallelize
 from jobs.recorder import Recorder
 from jobs.runtime import seed_everything
-from jobs.spec.events import RankReport, ShardReport, StepReport, decode, encode
+from jobs.spec.events import RankReport, ShardReport, StepReport
 from jobs.spec.job import JobSpec
 from jobs.spec.load import to_dict
 from jobs.spec.model import ModelSpec
 from jobs.spec.parallel import AXES, Layout, ParallelDims, split_layers
 from jobs.spec.rundir import MANIFEST, RunDir
 from jobs.spec.training import CheckpointSpec, OptimizerSpec, TrainingSpec
+from jobs.spec.wire import decode, encode
 from jobs.trainer import Trainer
 from tests.helpers.ranks import run_ranks, tokens_file
 

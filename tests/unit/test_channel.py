@@ -6,7 +6,8 @@ import pytest
 
 from jobs.spec.control import (Challenge, Command, CommandAccepted, Hello, Knock, Shutdown, Spooled, ToAgent, Welcome,
                                prove, proves)
-from jobs.spec.events import RankFinished, decode, encode, to_wire
+from jobs.spec.events import RankFinished
+from jobs.spec.wire import decode, encode, to_wire
 from orchestrator.supervision.channel import SPARE_CONNECTIONS, Channel, Dropped, Joined, Received
 
 SECRET = "s3cret"

@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from jobs.spec.events import encode
+from jobs.spec.wire import encode
 from orchestrator.monitoring.history import HistoryError, Submission, follow, read_history, read_submissions
 from tests.helpers.histories import two_attempts, write
 

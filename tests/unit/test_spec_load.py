@@ -5,9 +5,10 @@ from typing import Literal
 
 import pytest
 
-from jobs.spec.events import Decision, Event, RankExit, decode, encode, from_wire, kind_of, to_wire
+from jobs.spec.events import Decision, Event, RankExit
 from jobs.spec.load import SpecError, from_dict, to_dict
 from jobs.spec.parallel import ParallelDims, split_layers
+from jobs.spec.wire import decode, encode, from_wire, kind_of, to_wire
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
