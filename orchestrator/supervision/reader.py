@@ -3,12 +3,15 @@
 A process of its own, in a session of its own, so that no W&B fault can stop or slow supervision. What it
 does is orchestrator.monitoring.wandb's business.
 """
+import asyncio
 import subprocess
 import sys
+from collections.abc import Callable
 
 from jobs.spec.rundir import RunDir
 
 RESTARTS = 3  # a W&B that cannot be fed is not tried for ever
+REVIVE_S = 30.0  # between looks
 FINISH_S = 60.0  # for its last lines after the run's end; they cannot hold that end up
 
 
@@ -29,6 +32,13 @@ class WandbReader:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "orchestrator.monitoring.wandb", str(self.run_dir.path)],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+
+    async def keep_alive(self, say: Callable[[str], None]) -> None:
+        """Start it again whenever it has died, RESTARTS times; it goes on where it was."""
+        while True:
+            if message := self.revive():
+                say(message)
+            await asyncio.sleep(REVIVE_S)
 
     def revive(self) -> str | None:
         """Start it again if it has died; returns what there is to say about that."""

@@ -10,7 +10,6 @@ import json
 import os
 import resource
 import secrets
-import signal
 import socket
 import sys
 import time
@@ -31,16 +30,16 @@ from orchestrator.planner import layout_from_flat
 from orchestrator.submission import Launcher
 from orchestrator.submission.assemble import assemble_job, assemble_request
 from orchestrator.supervision.channel import Channel
-from orchestrator.supervision.commit import CommitError, Commits, commit, newest_usable, prune, remove_unfinished
 from orchestrator.supervision.crew import TICK_S, CannotStart, Crew
 from orchestrator.supervision.decide import decide
 from orchestrator.supervision.diagnose import diagnose
 from orchestrator.supervision.journal import Journal, JournalError
+from orchestrator.supervision.keeper import Keeper
 from orchestrator.supervision.observe import Health, observe
 from orchestrator.supervision.reader import WandbReader
+from orchestrator.supervision.surroundings import handle_signals, watch_the_clock
 
 ORPHAN_S = 120.0  # agents without a supervisor end themselves; longer than any reconnect, shorter than a waste
-CLOCK_S = 30.0  # between questions for the job's end
 
 
 class Stop(Exception):
@@ -69,18 +68,20 @@ class Supervisor:
         self.crew = Crew(channel=self.channel, launcher=launcher, policy=self.policy, run_dir=self.run_dir,
                          term=self.term)
         self.health: Health | None = None  # of the attempt that is being watched
-        self.commits: Commits | None = None
+        self.checkpoints = Keeper(self.run_dir, journal=self.journal, keep=self.config.checkpoint.keep, say=say)
         self.stop: Stop | None = None
         self.wandb = WandbReader(self.run_dir, wanted=self.config.wandb.mode != "disabled")
 
     # -------------------------------------------------------------- the run
     async def run(self) -> int:
         """Returns the exit code of the run: 0 completed, 1 failed, 3 stopped."""
-        self._handle_signals()
+        handle_signals(self._ask_to_stop)
         self.crew.port = await self.channel.listen()
         self._announce()
         self.wandb.start()
-        clock = asyncio.create_task(self._watch_surroundings())
+        lead_s = self.config.cluster.slurm.signal_lead_s
+        clock = asyncio.create_task(watch_the_clock(self.launcher, self._ask_to_stop, lead_s=lead_s))
+        reviving = asyncio.create_task(self.wandb.keep_alive(say))
         try:
             state, reason = await self._attempts()
         except Exception as error:  # a defect here, or a full disk: the run must still end, and say why
@@ -88,9 +89,10 @@ class Supervisor:
             state, reason = "failed", f"the supervisor failed: {type(error).__name__}: {error}"
         finally:
             clock.cancel()
+            reviving.cancel()
             await self.crew.dismiss("the run has ended")
             self.run_dir.supervisor.unlink(missing_ok=True)
-        await asyncio.to_thread(self._tidy, remove_unfinished, self.run_dir)
+        await self.checkpoints.remove_unfinished()
         self.journal.write(RunEnded(t=time.time(), state=state, reason=reason, final_step=self.journal.last_step))
         self.journal.close()  # from now on a resume may write
         if message := await asyncio.to_thread(self.wandb.wait):
@@ -109,7 +111,7 @@ class Supervisor:
                 await self._watch(lambda: False, timeout_s=decision.delay_s)
 
     async def _attempt(self, attempt: int) -> Decision:
-        newest = self._choose_checkpoint()
+        newest = self.checkpoints.newest()
         placement = self._place()
         job = assemble_job(self.config, layout=self.layout, world_size=placement.world_size,
                            run_dir=self.run_dir.path, attempt=attempt, resume_step=newest)
@@ -118,7 +120,7 @@ class Supervisor:
         write_json(self.run_dir.request(attempt), to_dict(assemble_request(self.config)))
         self.health = Health(attempt=attempt, world_size=job.world_size, nodes=placement.nodes,
                              resume_step=newest)
-        self.commits = Commits(self.run_dir, job)
+        self.checkpoints.begin(job)
         self.journal.write(AttemptStarted(t=time.time(), attempt=attempt, nodes=placement.nodes,
                                           world_size=job.world_size, resume_step=newest,
                                           layout=str(self.layout or "command")))
@@ -155,7 +157,7 @@ class Supervisor:
         for node in self.crew.missing(placement.nodes):
             how = "its start failed" if self.crew.launch_is_over() else f"none within {self.policy.agent_start_s:.0f} s"
             raise CannotStart(node, f"no agent connected from it: {how}; see {self.run_dir.path / 'logs'}")
-        await asyncio.to_thread(self._tidy, remove_unfinished, self.run_dir)
+        await self.checkpoints.remove_unfinished()
         self.crew.prepare(placement, job.attempt)
         await self._watch(lambda: len(self.crew.prepared) == len(placement.nodes) or self.health.failed,
                           timeout_s=self.policy.attempt_start_s)
@@ -167,9 +169,10 @@ class Supervisor:
         t = time.time()
         diagnosis = self._diagnose(health, not_started, t)
         self.journal.write(diagnosis)
-        if diagnosis.kind == "corruption" and self.commits.job.resume_step is not None:
-            self.journal.write(CheckpointSkipped(t=t, step=self.commits.job.resume_step, reason=diagnosis.summary))
-        decision = decide(diagnosis, history=self.journal.decisions, newest_step=self._choose_checkpoint(),
+        resumed = self.checkpoints.resumed_step
+        if diagnosis.kind == "corruption" and resumed is not None:
+            self.journal.write(CheckpointSkipped(t=t, step=resumed, reason=diagnosis.summary))
+        decision = decide(diagnosis, history=self.journal.decisions, newest_step=self.checkpoints.newest(),
                           policy=self.policy, t=t)
         self.journal.write(decision)
         self.journal.write(AttemptEnded(t=time.time(), attempt=health.attempt, first_step=health.first_step,
@@ -215,69 +218,24 @@ class Supervisor:
         if isinstance(event, AgentJoined | AgentLost):
             say(f"{type(event).__name__}: {event.node}")
 
-    def _obey(self, command: Command) -> None:
-        if command.verb == "stop":
-            self.stop = self.stop or Stop("stopped", command.reason or "stopped by `orc stop`")
-        else:
-            say(f"ignored unknown command {command.verb!r}")
-
-    # -------------------------------------------------------------- checkpoints
     async def _note_shards(self, report: ShardReport) -> None:
         """Commit a checkpoint once the last of its ranks has reported."""
-        if self.commits is None or report.attempt != self.commits.job.attempt:
-            return
-        if (complete := self.commits.add(report)) is None:
+        if (reports := self.checkpoints.complete(report)) is None:
             return
         if self.health is not None and self.health.diverged:
             return  # what was computed after the loss was lost is not worth keeping, least of all instead of better
-        try:
-            committed = await asyncio.to_thread(commit, self.run_dir, self.commits.job, complete)
-        except (CommitError, OSError) as error:
-            self.journal.write(CheckpointSkipped(t=time.time(), step=report.step, reason=str(error)))
-            return
-        self._record(committed)
-        await asyncio.to_thread(self._tidy, prune, self.run_dir, keep=self.config.checkpoint.keep,
-                                refused=self.journal.refused_steps)
+        if committed := await self.checkpoints.commit(reports):
+            self._record(committed)
+            await self.checkpoints.prune()
 
-    def _tidy(self, remove: Callable, *args, **options) -> None:
-        """Removing what is not needed may fail without harm: nothing depends on it."""
-        try:
-            remove(*args, **options)
-        except OSError as error:
-            say(f"could not remove old files: {error}")
-
-    def _choose_checkpoint(self) -> int | None:
-        newest, skipped = newest_usable(self.run_dir, refused=self.journal.refused_steps, t=time.time())
-        for skip in skipped:
-            if skip.step not in self.journal.refused_steps:
-                self.journal.write(skip)
-        return newest
-
-    # -------------------------------------------------------------- surroundings
-    def _handle_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        reasons: dict[int, tuple[DiagnosisKind, str]] = {
-            signal.SIGTERM: ("stopped", "stopped by SIGTERM (scancel, or kill)"),
-            signal.SIGINT: ("stopped", "stopped by SIGINT"),
-            signal.SIGUSR2: ("time_limit", "Slurm warned that the job's time is almost up")}
-        for signum, (kind, summary) in reasons.items():
-            loop.add_signal_handler(signum, self._ask_to_stop, kind, summary)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, reasons)  # blocked until here by the local executor
+    def _obey(self, command: Command) -> None:
+        if command.verb == "stop":
+            self._ask_to_stop("stopped", command.reason or "stopped by `orc stop`")
+        else:
+            say(f"ignored unknown command {command.verb!r}")
 
     def _ask_to_stop(self, kind: DiagnosisKind, summary: str) -> None:
         self.stop = self.stop or Stop(kind, summary)
-
-    async def _watch_surroundings(self) -> None:
-        """What nobody reports. Slurm's warning signal reaches the first host of a job only, and never twice, so
-        ask for the end as well; and a W&B reader that was killed goes on where it was."""
-        lead = self.config.cluster.slurm.signal_lead_s
-        while True:
-            end = await self.launcher.end_time()
-            if end is not None and end - time.time() < lead:
-                self._ask_to_stop("time_limit", f"the job ends in less than {lead} s")
-            if message := self.wandb.revive():
-                say(message)
-            await asyncio.sleep(CLOCK_S)
 
     def _announce(self) -> None:
         host = socket.gethostname()
