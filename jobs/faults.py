@@ -8,11 +8,8 @@ import os
 import signal
 import time
 from collections.abc import Iterable
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from jobs.mesh import local_of
 from jobs.recorder import Recorder
 from jobs.spec.events import FaultInjected
 from jobs.spec.job import FaultSpec
@@ -26,9 +23,9 @@ class InjectedFault(RuntimeError):
 
 
 def strike(faults: tuple[FaultSpec, ...], *, attempt: int, rank: int, step: int, recorder: Recorder,
-           parameters: Iterable[Tensor] = ()) -> bool:
+           parameters: Iterable[Any] = ()) -> bool:
     """Carry out the faults meant for this attempt, rank and step (the step about to be computed, from 1).
-    `parameters` are this rank's, for the faults that damage them; returns whether one did."""
+    `parameters` are this rank's tensors, for the faults that damage them; returns whether one did."""
     damaged = False
     for fault in faults:
         if (fault.attempt, fault.rank, fault.step) != (attempt, rank, step):
@@ -45,9 +42,10 @@ def strike(faults: tuple[FaultSpec, ...], *, attempt: int, rank: int, step: int,
             case "agent_kill":
                 os.kill(int(os.environ[AGENT_PID]), signal.SIGKILL)
             case "nan":
-                with torch.no_grad():
-                    for parameter in parameters:
-                        local_of(parameter).fill_(math.nan)
+                from jobs.mesh import local_of  # torch is there already: who calls this from elsewhere need not have it
+
+                for parameter in parameters:
+                    local_of(parameter.detach()).fill_(math.nan)
                 damaged = True
             case other:
                 raise ValueError(f"faults: kind {other!r} is not known to the trainer")

@@ -13,7 +13,7 @@ import time
 import traceback
 from dataclasses import dataclass
 
-from jobs.process import die_with_parent, num_threads
+from jobs.process import cuda_driver_is_initialized, die_with_parent, num_threads
 from jobs.recorder import Recorder
 from jobs.spec.events import RankError
 from jobs.spec.job import JobSpec
@@ -165,17 +165,22 @@ class ForkServer:
 
 def run_rank(job: JobSpec) -> int:
     """The life of a rank process; returns its exit code. An exception is told to the agent first."""
+    if job.workdir is not None:
+        _enter(job.workdir)
     if job.command is not None:
         sys.stdout.flush()
         try:
             os.execvp(job.command[0], list(job.command))
         except OSError as error:  # which does not say of what
             raise OSError(f"command: {job.command[0]!r} cannot be run: {error.strerror}") from None
-    from jobs.train import main
-
     recorder = Recorder.from_environment(attempt=job.attempt)
     try:
-        main(job, recorder=recorder)
+        if job.entrypoint is not None:
+            run_entrypoint(job.entrypoint, arguments=job.arguments)
+        else:
+            from jobs.train import main
+
+            main(job, recorder=recorder)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException as error:
@@ -185,6 +190,24 @@ def run_rank(job: JobSpec) -> int:
                                   type=type(root).__name__, message=str(root), traceback=traceback.format_exc()))
         return 1
     return 0
+
+
+def run_entrypoint(entrypoint: str, *, arguments: tuple[str, ...]) -> None:
+    """Call a trainer of the user's own, as its script would be started: with arguments in sys.argv."""
+    from jobs.own.build import load_entrypoint
+
+    function = load_entrypoint(entrypoint, where="entrypoint")
+    sys.argv = [getattr(sys.modules[entrypoint.partition(":")[0]], "__file__", None) or entrypoint, *arguments]
+    function()
+
+
+def _enter(workdir: str) -> None:
+    """Where the user's own code runs, and first on its import path."""
+    try:
+        os.chdir(workdir)
+    except OSError as error:
+        raise OSError(f"workdir: {workdir!r} cannot be entered on this node: {error.strerror}") from None
+    sys.path.insert(0, workdir)
 
 
 def _root(error: BaseException) -> BaseException:
@@ -197,9 +220,8 @@ def _root(error: BaseException) -> BaseException:
 def _assert_forkable() -> None:
     if (threads := num_threads()) != 1:
         raise RuntimeError(f"fork server has {threads} OS threads; a forked rank would hang in its first matmul")
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        raise RuntimeError("fork server holds a CUDA context; forked ranks cannot use CUDA")
+    if cuda_driver_is_initialized():
+        raise RuntimeError("fork server has initialised CUDA; forked ranks could not use it")
 
 
 def _redirect_output(path: str) -> None:

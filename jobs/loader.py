@@ -3,66 +3,56 @@
 Called by the trainer. The sample in a slot is a pure function of (seed, data_cursor, slot): it does not
 depend on the layout, on what was read before, or on a restart.
 """
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from jobs.data.mixture import Mixture
+from jobs.data.shuffle import permute
+from jobs.data.token_file import TokenFile
 from jobs.loss import IGNORED
 from jobs.spec.load import Problem, SpecError
-from jobs.tokens import read_info
+from jobs.spec.tokens import num_sequences
+from jobs.spec.training import DataSpec
 
-ROUNDS = 4  # of the Feistel network; three already give a pseudo-random permutation (Luby & Rackoff, 1988)
-
-
-def permute(positions: np.ndarray, *, size: int, seed: int, epoch: int) -> np.ndarray:
-    """A permutation of range(size), evaluated only where asked: needs no index in memory.
-
-    A Feistel network over the next power of four, walked along its cycle until the value is in range
-    (Black & Rogaway, "Ciphers with arbitrary finite domains", 2002). positions and result: int64.
-    """
-    half = np.uint64(max(1, -(-(size - 1).bit_length() // 2)))
-    mask = np.uint64((1 << int(half)) - 1)
-    keys = [_mix(np.uint64([seed & 0xFFFFFFFFFFFFFFFF])) for _ in range(ROUNDS)]
-    keys = [_mix(key ^ np.uint64(epoch * ROUNDS + i)) for i, key in enumerate(keys)]
-    values = positions.astype(np.uint64)
-    walking = np.ones(len(values), dtype=bool)
-    while walking.any():
-        left, right = values[walking] >> half, values[walking] & mask
-        for key in keys:
-            left, right = right, left ^ (_mix(right ^ key) & mask)
-        values[walking] = (left << half) | right
-        walking = values >= np.uint64(size)
-    return values.astype(np.int64)
+READ_AHEAD = 2  # batches: one slow read of a shared file system is not waited for
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
-    """splitmix64's finaliser: every input bit reaches every output bit."""
-    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is meant
-        x = x + np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return x ^ (x >> np.uint64(31))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """One rank's share of a step."""
+
+    inputs: Tensor  # int64 [slots, this rank's part of seq_len], on the device
+    targets: Tensor  # the same, one token on; IGNORED where nothing is to be predicted
+    # int32 [slots, seq_len], of whole sequences and on the host, where which blocks are empty is decided: the number of
+    # each token's document in its sequence, from 0. None unless documents are masked.
+    documents: Tensor | None = None
 
 
 class Loader:
-    """Batches of one data-parallel share of the slots, read from the memory-mapped token file.
+    """Batches of one data-parallel share of the slots, read from memory-mapped token files.
 
-    `slots` is this rank's share of range(layout.slots); a slot from global_batch_size on holds no sample
-    and its targets weigh nothing. `chunks` of `num_chunks` equal chunks of each sequence are this rank's, where
-    sequences are split over ranks. The batch after the one asked for is read by a thread meanwhile: create
-    a Loader only in a process that will not fork any more.
+    `data` names token files only (jobs.spec.tokens.with_token_files). `slots` is this rank's share of
+    range(layout.slots); a slot from global_batch_size on holds no sample and its targets weigh nothing. `chunks` of
+    `num_chunks` equal chunks of each sequence are this rank's, where sequences are split over ranks. The batches after
+    the one asked for are read by a thread meanwhile: create a Loader only in a process that will not fork any more.
+    Whether the data fits the training has been checked (jobs.spec.tokens.fit_problems).
     """
 
-    def __init__(self, tokens: Path, *, seq_len: int, vocab_size: int, global_batch_size: int, seed: int, slots: range,
-                 device: torch.device, chunks: tuple[int, ...] = (0,), num_chunks: int = 1) -> None:
-        info = read_info(tokens)
-        self.num_sequences = (info.num_tokens - 1) // seq_len
-        self._refuse(info.vocab_size, vocab_size=vocab_size, num_tokens=info.num_tokens, seq_len=seq_len)
-        self.tokens = np.memmap(tokens, dtype=info.dtype, mode="r")
+    def __init__(self, data: DataSpec, *, seq_len: int, vocab_size: int, global_batch_size: int, seed: int,
+                 slots: range, device: torch.device, chunks: tuple[int, ...] = (0,), num_chunks: int = 1) -> None:
+        self.files = [TokenFile(Path(source.path)) for source in data.all_sources]
+        self.num_sequences = [num_sequences(file.info, seq_len=seq_len) for file in self.files]
+        self.mixture = Mixture(tuple(source.weight for source in data.all_sources))
+        self.document_mask = data.document_mask
+        self.ignore_document_ends = data.ignores_document_ends
         self.seq_len = seq_len
+        self.vocab_size = vocab_size
         self.global_batch_size = global_batch_size
         self.seed = seed
         self.slots = slots
@@ -70,51 +60,65 @@ class Loader:
         self.columns = np.concatenate([np.arange(chunk * size, (chunk + 1) * size) for chunk in chunks])
         self.device = device
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
-        self._ahead: tuple[int, Future] | None = None
+        self._ahead: deque[tuple[int, Future[Batch]]] = deque()
 
-    def _refuse(self, tokens_vocab: int, *, vocab_size: int, num_tokens: int, seq_len: int) -> None:
-        problems = []
-        if tokens_vocab > vocab_size:
-            problems.append(Problem(where="model.vocab_size", value=vocab_size,
-                                    message=f"is below the data's vocabulary of {tokens_vocab}"))
-        if self.num_sequences < 1:
-            problems.append(Problem(where="training.seq_len", value=seq_len,
-                                    message=f"is more than the data's {num_tokens} tokens give; shorten it"))
-        if problems:
-            raise SpecError(problems)
+    def batch(self, data_cursor: int) -> Batch:
+        """The batch number `data_cursor` (from 0). Raises SpecError for a token outside the vocabulary."""
+        if not self._ahead or self._ahead[0][0] != data_cursor:
+            for _, unwanted in self._ahead:
+                unwanted.cancel()
+            self._ahead.clear()
+        for cursor in range(data_cursor + len(self._ahead), data_cursor + 1 + READ_AHEAD):
+            self._ahead.append((cursor, self._pool.submit(self._read, cursor)))
+        read = self._ahead.popleft()[1].result()
+        inputs, targets = (t.to(self.device, non_blocking=True) for t in (read.inputs, read.targets))
+        return Batch(inputs=inputs, targets=targets, documents=read.documents)
 
-    def batch(self, data_cursor: int) -> tuple[Tensor, Tensor]:
-        """(inputs, targets), int64 [len(slots), this rank's part of seq_len] on the device, for the batch number
-        `data_cursor` (from 0)."""
-        if self._ahead is not None and self._ahead[0] == data_cursor:
-            inputs, targets = self._ahead[1].result()
-        else:
-            inputs, targets = self._read(data_cursor)
-        self._ahead = data_cursor + 1, self._pool.submit(self._read, data_cursor + 1)
-        return tuple(t.to(self.device, non_blocking=True) for t in (inputs, targets))
-
-    def sequences(self, data_cursor: int) -> np.ndarray:
-        """Which sequence of the token file each of this rank's slots holds, -1 for none."""
+    def places(self, data_cursor: int) -> tuple[np.ndarray, np.ndarray]:
+        """(source, sequence in it) of the sample in each of this rank's slots; the sequence is -1 for none."""
         slots = np.arange(self.slots.start, self.slots.stop)
-        samples = data_cursor * self.global_batch_size + slots
+        sources, ordinals = self.mixture.locate(data_cursor * self.global_batch_size + slots)
         found = np.full(len(slots), -1, dtype=np.int64)
-        held = slots < self.global_batch_size
-        for epoch in np.unique(samples[held] // self.num_sequences):
-            here = held & (samples // self.num_sequences == epoch)
-            found[here] = permute(samples[here] % self.num_sequences, size=self.num_sequences, seed=self.seed,
-                                  epoch=int(epoch))
-        return found
+        for source, size in enumerate(self.num_sequences):
+            held = (slots < self.global_batch_size) & (sources == source)
+            for epoch in np.unique(ordinals[held] // size):
+                here = held & (ordinals // size == epoch)
+                found[here] = permute(ordinals[here] % size, size=size, seed=self.seed, epoch=int(epoch), source=source)
+        return sources, found
 
-    def _read(self, data_cursor: int) -> tuple[Tensor, Tensor]:
+    def _read(self, data_cursor: int) -> Batch:
         shape = len(self.slots), len(self.columns)
         inputs, targets = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
-        for row, sequence in enumerate(self.sequences(data_cursor)):
-            if sequence >= 0:
-                start = sequence * self.seq_len
-                window = self.tokens[start:start + self.seq_len + 1]  # targets are the inputs, one token on
-                inputs[row], targets[row] = window[self.columns], window[self.columns + 1]
+        documents = np.zeros((len(self.slots), self.seq_len), dtype=np.int32) if self.document_mask else None
+        held = [(row, self.files[source], sequence * self.seq_len)
+                for row, (source, sequence) in enumerate(zip(*self.places(data_cursor))) if sequence >= 0]
+        for _, file, start in held:
+            file.will_need(start, self.seq_len + 1)
+        for row, file, start in held:
+            window = self._window(file, start)
+            inputs[row], targets[row] = window[self.columns], window[self.columns + 1]
+            if documents is not None or self.ignore_document_ends:
+                starts = file.document_starts(start + 1, start + self.seq_len + 1) - start
+                if documents is not None:
+                    documents[row, starts[starts < self.seq_len]] = 1
+                if self.ignore_document_ends:
+                    targets[row, np.isin(self.columns + 1, starts)] = IGNORED
         pin = self.device.type == "cuda"
-        return tuple(torch.from_numpy(a).pin_memory() if pin else torch.from_numpy(a) for a in (inputs, targets))
+        inputs, targets = (torch.from_numpy(a).pin_memory() if pin else torch.from_numpy(a) for a in (inputs, targets))
+        if documents is not None:
+            documents = torch.from_numpy(documents.cumsum(axis=1, dtype=np.int32))
+        return Batch(inputs=inputs, targets=targets, documents=documents)
+
+    def _window(self, file: TokenFile, start: int) -> np.ndarray:
+        """A sample and the token behind it: targets are the inputs, one token on."""
+        window = file.window(start, self.seq_len + 1)
+        # what nobody has declared is only seen here; on a GPU it would end in an assertion without a name
+        if file.info.vocab_size is None and not 0 <= window.min() <= window.max() < self.vocab_size:
+            bad = int(window.max() if window.min() >= 0 else window.min())
+            raise SpecError([Problem(where="model.vocab_size", value=self.vocab_size, message=f"does not cover token "
+                                     f"{bad} of {file.path}, within {self.seq_len} tokens from {start}; raise it, or "
+                                     "tokenize the data otherwise")])
+        return window
 
     def close(self) -> None:
         """Stop reading ahead."""

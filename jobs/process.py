@@ -1,6 +1,6 @@
-"""Linux process facilities that Python does not wrap: parent-death signals and child subreaping.
+"""Process facilities that Python does not wrap: parent-death signals, child subreaping, what forbids a fork.
 
-Used by agent and fork server to make sure that nothing outlives the process it belongs to.
+Used by agent and fork server to make sure that nothing outlives the process it belongs to, and that a fork can live.
 """
 import ctypes
 import os
@@ -8,6 +8,7 @@ import signal
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_CUDA_ERROR_NOT_INITIALIZED = 3
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -26,6 +27,16 @@ def adopt_orphans() -> None:
 def num_threads() -> int:
     """OS threads of this process, counted by the kernel."""
     return len(os.listdir("/proc/self/task"))
+
+
+def cuda_driver_is_initialized() -> bool:
+    """Whether anything in this process has called cuInit: children forked from now on cannot use CUDA. torch knows only
+    of its own doing, and libraries that it imports may ask the driver themselves. Asking here initialises nothing."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False  # no driver on this machine
+    return driver.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p())) != _CUDA_ERROR_NOT_INITIALIZED
 
 
 def _prctl(option: int, value: int) -> None:

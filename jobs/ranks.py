@@ -160,7 +160,16 @@ class Ranks:
     def states(self) -> tuple[RankState, ...]:
         known = ((rank, self.progress.get(rank)) for rank in self.slots)
         return tuple(RankState(rank=rank, pid=self.pids.get(rank, 0), step=p.step if p else 0,
-                               phase=p.phase if p else "starting", t=p.t if p else 0.0) for rank, p in known)
+                               phase=p.phase if p else "starting", t=p.t if p else 0.0,
+                               active_t=max(p.t if p else 0.0, self._written_t(rank))) for rank, p in known)
+
+    def _written_t(self, rank: int) -> float:
+        """When the rank last wrote to its log; 0 if it has not."""
+        try:
+            status = self.run_dir.rank_log(self.attempt, rank).stat()
+        except OSError:
+            return 0.0
+        return status.st_mtime if status.st_size else 0.0
 
     def _environment(self, order: Start, slot: RankSlot, address: str) -> dict[str, str]:
         env = scrubbed(os.environ) | rank_environment(

@@ -31,8 +31,8 @@ def process_group(device: Device, *, timeout_s: float, seed: int) -> Iterator[to
     """
     rank_device = torch.device("cpu")
     if device == "cuda":
-        rank_device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(rank_device)
+        rank_device = _own_gpu(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(rank_device)  # before anything that would make a context, which lands on GPU 0
     seed_everything(seed)
     if threads := os.environ.get("OMP_NUM_THREADS"):  # read by torch when the fork server imported it, with 1
         torch.set_num_threads(int(threads))
@@ -40,6 +40,24 @@ def process_group(device: Device, *, timeout_s: float, seed: int) -> Iterator[to
                             device_id=rank_device if device == "cuda" else None)
     yield rank_device
     dist.destroy_process_group()
+
+
+def _own_gpu(local_rank: int) -> torch.device:
+    """Raises ValueError where there is none for this rank."""
+    found = torch.cuda.device_count()
+    if local_rank >= found:
+        build = f"torch {torch.__version__}" + (", which is built without CUDA" if torch.version.cuda is None else "")
+        raise ValueError(f"cluster.gpus_per_node: local rank {local_rank} finds {found} GPUs (CUDA_VISIBLE_DEVICES="
+                         f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}, {build}); lower it, give the job its GPUs "
+                         "(cluster.slurm), or train on the CPU (cluster.gpu=cpu)")
+    return torch.device("cuda", local_rank)
+
+
+def limit_waiting(*, timeout_s: float) -> None:
+    """Let every group's collectives fail after timeout_s; to be called when all groups exist. The groups of a mesh are
+    made with torch's own limit, 30 minutes (gloo) or 10 (NCCL), whatever the default group was given."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
 def seed_everything(seed: int) -> None:

@@ -16,10 +16,13 @@ from jobs.loader import Loader
 from jobs.mesh import build_mesh, coordinate
 from jobs.metrics import RateMeter
 from jobs.optim import Optimizer
+from jobs.own import flops_per_token, parallelize_own
 from jobs.parallel import ParallelModel, parallelize
 from jobs.recorder import Recorder
 from jobs.spec.job import JobSpec
 from jobs.spec.load import from_dict
+from jobs.spec.model import AttentionConvention
+from jobs.spec.own_model import OwnModel
 from jobs.spec.parallel import cp_chunks
 from jobs.spec.rundir import RunDir
 from jobs.trainer import CheckpointPlan, Trainer
@@ -31,11 +34,19 @@ def main(job: JobSpec, *, recorder: Recorder) -> None:
     recorder.progress(job.resume_step or 0, "start")
     with runtime.process_group(job.device, timeout_s=job.dist_timeout_s, seed=job.training.seed) as device:
         mesh = build_mesh(job.layout.dims, device=device)
-        parallel = parallelize(job.model, mesh=mesh, layout=job.layout, training=job.training, device=device,
-                               weights=first_weights(job))
+        parallel = build_parallel(job, mesh=mesh, device=device)
+        runtime.limit_waiting(timeout_s=job.dist_timeout_s)
         trainer = build_trainer(job, parallel=parallel, mesh=mesh, recorder=recorder, device=device)
         trainer.resume(job.resume_step)
         trainer.run()
+
+
+def build_parallel(job: JobSpec, *, mesh: DeviceMesh, device: torch.device) -> ParallelModel:
+    """This rank's part of the model: of ours, or of one of the user's own."""
+    where = {"mesh": mesh, "layout": job.layout, "training": job.training, "device": device}
+    if isinstance(job.model, OwnModel):
+        return parallelize_own(job.model, **where)
+    return parallelize(job.model, **where, weights=first_weights(job))
 
 
 def first_weights(job: JobSpec) -> HubWeights | None:
@@ -52,14 +63,26 @@ def build_trainer(job: JobSpec, *, parallel: ParallelModel, mesh: DeviceMesh, re
                           copies=parallel.copies)
     state = TrainingState(parallel.parameters | parallel.buffers, optimizer, rank=recorder.rank, device=device,
                           copies=parallel.copies, aliases=parallel.aliases)
-    meter = RateMeter.of(job.model, seq_len=training.seq_len, global_batch_size=training.global_batch_size,
-                         world_size=job.world_size, peak_tflops=job.peak_tflops, convention=job.mfu_convention)
+    meter, convention = build_meter(job)
     plan = CheckpointPlan(run_dir=RunDir(Path(job.run_dir)), interval_steps=job.checkpoint.interval_steps,
                           layout=job.layout.flat())
-    loader = build_loader(job, mesh=mesh, device=device) if parallel.holds_first or parallel.holds_last else None
+    needed = parallel.holds_first or parallel.holds_last or job.data.document_mask
+    loader = build_loader(job, mesh=mesh, device=device) if needed else None
     return Trainer(parallel, optimizer=optimizer, loader=loader, mesh=mesh, state=state, plan=plan, recorder=recorder,
-                   faults=job.faults, meter=meter, mfu_convention=job.mfu_convention, final_step=training.steps,
+                   faults=job.faults, meter=meter, mfu_convention=convention, final_step=training.steps,
                    device=device)
+
+
+def build_meter(job: JobSpec) -> tuple[RateMeter, AttentionConvention]:
+    """What turns step times into rates, and how attention is counted in them: as it is computed, where the model is the
+    user's own."""
+    training = job.training
+    known = {"seq_len": training.seq_len, "global_batch_size": training.global_batch_size,
+             "world_size": job.world_size, "peak_tflops": job.peak_tflops}
+    if isinstance(job.model, OwnModel):
+        flops = flops_per_token(job.model, seq_len=training.seq_len)
+        return RateMeter.counted(flops, **known), "full"
+    return RateMeter.of(job.model, **known, convention=job.mfu_convention), job.mfu_convention
 
 
 def build_loader(job: JobSpec, *, mesh: DeviceMesh, device: torch.device) -> Loader:
@@ -68,7 +91,7 @@ def build_loader(job: JobSpec, *, mesh: DeviceMesh, device: torch.device) -> Loa
     share = layout.microbatch_size * layout.num_microbatches
     here, cp = coordinate(mesh), layout.dims.cp
     first = share * layout.dims.dp_index(here)
-    return Loader(Path(job.tokens_path), seq_len=training.seq_len, vocab_size=job.model.vocab_size,
+    return Loader(job.data, seq_len=training.seq_len, vocab_size=job.model.vocab_size,
                   global_batch_size=training.global_batch_size, seed=training.seed,
                   slots=range(first, first + share), device=device,
                   **({"chunks": cp_chunks(cp, here["cp"]), "num_chunks": 2 * cp} if cp > 1 else {}))

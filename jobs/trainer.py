@@ -102,10 +102,11 @@ class Trainer:
     def _step(self, step: int) -> None:
         start = time.perf_counter()
         self.recorder.progress(self.progress.step, "data")
-        inputs, targets = (None, None) if self.loader is None else self.loader.batch(self.progress.data_cursor)
+        batch = None if self.loader is None else self.loader.batch(self.progress.data_cursor)
         after_data = time.perf_counter()
         self.recorder.progress(self.progress.step, "forward_backward")
-        loss = self.parallel.forward_backward(inputs, targets, step=step)
+        loss = self.parallel.forward_backward(batch and batch.inputs, batch and batch.targets, step=step,
+                                              documents=batch and batch.documents)
         if self.parallel.holds_last:
             loss = all_reduce(loss, mesh=self.mesh, axes=LOSS_AXES)
         runtime.synchronize(self.device)

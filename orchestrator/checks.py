@@ -19,8 +19,9 @@ POSITIVE = frozenset({
     "inter_node_gb_s", "intra_node_gb_s", "peak_tflops", "memory_gib", "rope_theta", "norm_eps", "eps", "signal_lead_s",
     "attention_softcap", "output_softcap",
     # waits of nothing would end everything at once
-    "heartbeat_s", "heartbeat_timeout_s", "agent_start_s", "attempt_start_s", "sample_s"})
-BELOW_ONE = frozenset({"beta1", "beta2", "dropout", "headroom"})
+    "heartbeat_s", "heartbeat_timeout_s", "agent_start_s", "attempt_start_s", "sample_s", "hang_s", "silence_s",
+    "weight", "max_epochs"})
+BELOW_ONE = frozenset({"beta1", "beta2", "dropout", "attention_dropout", "headroom"})
 LARGEST = 2**63 - 1  # what torch, numpy and JSON readers take for an integer
 
 

@@ -14,7 +14,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from jobs.spec.load import SpecError
+from jobs.spec.load import Problem, SpecError
+from jobs.spec.own_model import OwnModel
 from jobs.spec.rundir import RunDir
 from orchestrator.config import RunConfig
 from orchestrator.load import load_traced, read_stored
@@ -28,6 +29,7 @@ from orchestrator.planner.explain import diff
 from orchestrator.planner.page import write_page
 from orchestrator.planner.show import show_plan
 from orchestrator.planner.show_explain import axes_table, diff_table, show_explained, untrained_note
+from orchestrator.planning_own import OWN_PLAN_NOTE
 from orchestrator.planning import (explained, explained_json, make_plan, read_plan, runnable, winner_of, with_axes)
 from orchestrator.submission import Executor, SubmissionError
 from orchestrator.submission.assemble import assemble_request
@@ -37,6 +39,8 @@ from orchestrator.submission.slurm import SlurmExecutor
 from orchestrator.runs import Run, find_run, follow_run, stop_run
 from orchestrator.validation import validate
 from orchestrator.validation.show import show_report
+from orchestrator.verification import parse_ranks, verify
+from orchestrator.verification.show import show_verification
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
                   context_settings={"help_option_names": ["-h", "--help"]})
@@ -52,6 +56,9 @@ Root = Annotated[Path, typer.Option(help="where run directories lie", envvar="OR
 Json = Annotated[bool, typer.Option("--json", help="for machines")]
 Html = Annotated[Path | None, typer.Option("--html", metavar="PAGE.html", help="also write the plan as a page")]
 EMPTY: list[str] = []
+data_app = typer.Typer(no_args_is_help=True)
+app.add_typer(data_app, name="data", help="Token files: make them of text, and look into them.")
+PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True}  # the program behind it knows its options
 
 
 @app.callback()
@@ -81,8 +88,11 @@ def plan_command(run_file: RunFile, overrides: Overrides = EMPTY, as_json: Json 
         loaded = dataclasses.replace(loaded, config=dataclasses.replace(loaded.config, parallel=request))
     made = make_plan(loaded, trainable=False)
     if made is None:
-        raise SystemExit("this run has a `command:`: it lays itself out, there is nothing to plan")
+        raise SystemExit("this run has a `command:` or `entrypoint:`: it lays itself out, there is nothing to plan")
     config = loaded.config
+    if isinstance(config.model, OwnModel):
+        show_own_plan(made, as_json=as_json, asked={"--explain": explain, "--html": html})
+        return
     beside = explained(explain, made, config) if explain is not None else None
     if axes and beside is None:
         made = with_axes(made, config)
@@ -100,6 +110,37 @@ def plan_command(run_file: RunFile, overrides: Overrides = EMPTY, as_json: Json 
         with console.status("pricing variations for the page"):
             write_page(html, made, loaded.config)
         print(f"wrote {html}", file=sys.stderr)
+
+
+def show_own_plan(made: Plan, *, as_json: bool, asked: dict[str, object]) -> None:
+    """Of an own model: what was measured has no variations to show."""
+    for option, value in asked.items():
+        if value is not None:
+            raise SpecError([Problem(where=option, value=str(value), message="varies sizes that only a decoder of orc's "
+                                     "has; of an own model `orc plan` shows what fixing parallel.* costs")])
+    if as_json:
+        print(json.dumps(plan_json(made), indent=1))
+    else:
+        show_plan(made, console)
+        say(OWN_PLAN_NOTE)
+
+
+@app.command("verify")
+def verify_command(run_file: RunFile, overrides: Overrides = EMPTY, as_json: Json = False,
+                   ranks: Annotated[str, typer.Option(metavar="RANK,…", help="default: one of the first, a middle and "
+                                                      "the last stage")] = "") -> None:
+    """Run the step that `orc submit` would run, as some of its ranks, on tensors without data: memory, shapes and
+    collectives, beside the plan's. Needs no GPU."""
+    loaded = load_traced(run_file, overrides)
+    made = make_plan(loaded, trainable=True)
+    if made is None:
+        raise SystemExit("this run has a `command:`: only a model of ours can be verified")
+    found = verify(loaded.config, made, ranks=parse_ranks(ranks))
+    if as_json:
+        print(json.dumps(to_dict(found) | {"problems": found.problems}, indent=1))
+    else:
+        show_verification(found, console)
+    raise SystemExit(1 if found.problems else 0)
 
 
 @app.command("export")
@@ -204,6 +245,24 @@ def logs(name: RunName, root: Root = Path("runs"),
     path = find_run(name, root).log(attempt=attempt, rank=rank, node=node)
     say(str(path))
     sys.stdout.write("".join(path.read_text(errors="replace").splitlines(keepends=True)[-lines:]))
+
+
+@data_app.command("tokenize", context_settings=PASSED_ON, add_help_option=False)
+def tokenize_command(context: typer.Context) -> None:
+    """Text or JSON lines → a token file. `--help` has the options."""
+    become("jobs.data.tokenize", context.args)
+
+
+@data_app.command("inspect", context_settings=PASSED_ON, add_help_option=False)
+def inspect_command(context: typer.Context) -> None:
+    """Count, vocabulary, documents and a sample of a token file."""
+    become("jobs.data.inspect", context.args)
+
+
+def become(module: str, arguments: list[str]) -> None:
+    """The rest of this command is another program's: signals and exit code, too."""
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
 
 
 def start(config: RunConfig, made: Plan | None, *, follow: bool) -> str:

@@ -4,6 +4,7 @@ Read from YAML by orchestrator.load. The same names in YAML, code and logs.
 """
 import dataclasses
 import os
+import re
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +16,12 @@ from jobs.spec.hardware import GPUS
 from jobs.spec.job import FaultSpec
 from jobs.spec.load import Problem, suggest, to_dict
 from jobs.spec.model import AttentionConvention, ModelSpec
+from jobs.spec.own_model import OwnModel
 from jobs.spec.parallel import MESH_ORDER, CpMethod, Recompute, Schedule, ZeroStage
 from jobs.spec.training import CheckpointSpec, DataSpec, TrainingSpec
 from orchestrator.checks import number_problems
 from orchestrator.cluster import ClusterSpec
+from orchestrator.datasets import data_problems
 
 # A value, a list of values to choose from, or "auto": every legal one. `check` reads what OmegaConf has no type for.
 Choice = Any
@@ -89,6 +92,8 @@ class PolicySpec:
     reconnect_s: float = 5.0  # to come back after a dropped connection
     settle_s: float = 1.0  # after the first failure, how long echoes and earlier roots may still arrive
     kill_grace_s: float = 2.0
+    hang_s: float = 900.0  # ranks that report what they do have neither reported nor written a line for so long
+    silence_s: float | None = None  # the same of ranks that report nothing, whose silence alone proves nothing
     sample_s: float = 10.0  # between node health samples
 
 
@@ -104,7 +109,7 @@ class WandbSpec:
 class RunConfig:
     run: str  # name of the run and of its directory
     root: str = "runs"  # where run directories lie; shared by all nodes
-    model: ModelSpec | None = None
+    model: ModelSpec | OwnModel | None = None  # one with an `entrypoint` is the user's own
     cluster: ClusterSpec
     policy: PolicySpec = field(default_factory=PolicySpec)
     training: TrainingSpec | None = None
@@ -116,7 +121,16 @@ class RunConfig:
     wandb: WandbSpec = field(default_factory=WandbSpec)
     mfu_convention: AttentionConvention = "causal"
     faults: list[FaultSpec] = field(default_factory=list)
-    command: list[str] | None = None  # a torchrun-style trainer of the user's own
+    # a torchrun-style trainer of the user's own: a program, or package.module:function, called in ranks that have torch
+    command: list[str] | None = None
+    entrypoint: str | None = None
+    arguments: list[str] = field(default_factory=list)  # of the entrypoint: sys.argv[1:]
+    workdir: str | None = None  # where the user's own code runs and is imported from; None: where orc was called
+
+    @property
+    def lays_itself_out(self) -> bool:
+        """The trainer is the user's own: nothing is planned, and what it does is known from its reports alone."""
+        return self.command is not None or self.entrypoint is not None
 
     @property
     def run_dir(self) -> Path:
@@ -136,25 +150,56 @@ def check(config: RunConfig) -> list[Problem]:
         found.append(Problem(where=where, value=value, message=message))
 
     for section in ("model", "training", "data"):
-        if getattr(config, section) is None and config.command is None:
-            refuse(section, None, "is missing; give it, or a `command:` of your own")
+        if getattr(config, section) is None and not config.lays_itself_out:
+            refuse(section, None, "is missing; give it, or a `command:` or `entrypoint:` of your own")
     if not config.run or "/" in config.run or config.run.startswith("."):
         refuse("run", config.run, "must be a plain name: it names the run's directory")
     if config.cluster.gpu not in GPUS:
         refuse("cluster.gpu", config.cluster.gpu, f"is unknown; {suggest(config.cluster.gpu, GPUS)}")
     found += number_problems(dataclasses.replace(config, parallel=ParallelRequest()))
-    if config.command is not None and not config.command:
-        refuse("command", config.command, "names no program")
-    if config.command and config.cluster.kind == "local" and shutil.which(config.command[0]) is None:
-        refuse("command", config.command[0], "is no program that can be run here")
-    if config.command and config.faults:
-        refuse("faults", None, "are injected by the built-in trainer; a `command:` injects its own")
     if config.placement.spares >= config.cluster.num_nodes:
         refuse("placement.spares", config.placement.spares,
                f"leaves no node to train on; cluster.num_nodes is {config.cluster.num_nodes}")
     found += request_value_problems(config.parallel) + _check_data(config) + _check_faults(config)
-    found += _check_weights(config)
+    found += _check_weights(config) + _check_own_code(config)
     return found
+
+
+def _check_own_code(config: RunConfig) -> list[Problem]:
+    """A trainer or a model of the user's own. What only its code can tell is found when it is run or measured."""
+    found = []
+
+    def refuse(where: str, value: Any, message: str) -> None:
+        found.append(Problem(where=where, value=value, message=message))
+
+    command, own_model = config.command, isinstance(config.model, OwnModel)
+    if command is not None and not command:
+        refuse("command", command, "names no program")
+    if command and config.cluster.kind == "local" and shutil.which(_program(config)) is None:
+        refuse("command", command[0], "is no program that can be run here")
+    if command is not None and config.entrypoint is not None:
+        refuse("entrypoint", config.entrypoint, "and `command:` are two trainers; leave one")
+    for where, value in (("entrypoint", config.entrypoint), ("model.entrypoint", own_model and config.model.entrypoint)):
+        if value and not re.fullmatch(r"[\w.]+:[\w.]+", value):
+            refuse(where, value, "is not package.module:function")
+    if config.arguments and config.entrypoint is None:
+        refuse("arguments", config.arguments, "are an `entrypoint:`'s; a `command:` has its own in its list")
+    if config.lays_itself_out and any(fault.kind == "nan" for fault in config.faults):
+        refuse("faults", "nan", "damages weights, which the built-in trainer alone can; choose another kind")
+    if config.workdir is not None and not os.path.isdir(config.workdir):
+        refuse("workdir", config.workdir, "is no directory; give the one that your code is imported from")
+    if own_model and config.training and config.training.initial_weights:
+        refuse("training.initial_weights", config.training.initial_weights, "is for the decoders that orc builds; an own "
+               "model reads weights in its `build`")
+    if own_model and config.data and config.data.document_mask:
+        refuse("data.document_mask", True, "is for the decoders that orc builds; an own model is given tokens alone")
+    return found
+
+
+def _program(config: RunConfig) -> str:
+    """As its rank will find it: by a path from workdir, or by a name in PATH."""
+    program = config.command[0]
+    return os.path.join(config.workdir or "", program) if "/" in program else program
 
 
 COUNTS = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "microbatch_size", "num_microbatches", "virtual_stages",
@@ -205,9 +250,8 @@ def _check_weights(config: RunConfig) -> list[Problem]:
 
 
 def _check_data(config: RunConfig) -> list[Problem]:
-    if config.data is None or os.path.exists(config.data.path):  # False, not an error, for a name too long
-        return []
-    return [Problem(where="data.path", value=config.data.path, message="does not exist; give a folder or a text file")]
+    return [] if config.data is None else data_problems(
+        config.data, vocab_size=config.model and config.model.vocab_size, training=config.training)
 
 
 def _check_faults(config: RunConfig) -> list[Problem]:

@@ -18,9 +18,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from jobs.spec.load import Problem, SpecError, from_dict, suggest
 from jobs.spec.model import MlaSpec, ModelSpec, MoeSpec
+from jobs.spec.own_model import OwnModel
 from jobs.spec.training import DataSpec, TrainingSpec
 from orchestrator.cluster import ClusterSpec
 from orchestrator.config import RunConfig, check
+from orchestrator.datasets import absolute_data
 from orchestrator.layers import Layer, choose_includes, first_line, included_layer, parse_overrides, read_yaml
 
 
@@ -78,8 +80,11 @@ def load_traced(path: Path, overrides: list[str] | tuple[str, ...] = ()) -> Load
 
 def _absolute(config: RunConfig) -> RunConfig:
     """Paths as they were meant where the command was typed: whoever reads the run later stands elsewhere."""
-    data = config.data and dataclasses.replace(config.data, path=_absolute_path(config.data.path))
-    return dataclasses.replace(config, root=_absolute_path(config.root), data=data)
+    data = config.data and absolute_data(config.data)
+    workdir = config.workdir
+    if workdir is not None or config.lays_itself_out or isinstance(config.model, OwnModel):
+        workdir = _absolute_path(workdir or ".")
+    return dataclasses.replace(config, root=_absolute_path(config.root), data=data, workdir=workdir)
 
 
 def _absolute_path(path: str) -> str:
@@ -91,8 +96,9 @@ def _merge(layers: list[Layer], problems: list[Problem]) -> DictConfig:
     config = OmegaConf.structured(RunConfig)
     _writable(config)
     # a section without a default is absent until something is said about it
-    for section, cls in (("model", ModelSpec), ("model.moe", MoeSpec), ("model.mla", MlaSpec), ("training", TrainingSpec),
-                         ("data", DataSpec), ("cluster", ClusterSpec)):
+    own = _is_own_model(layers)
+    for section, cls in (("model", OwnModel if own else ModelSpec), ("model.moe", MoeSpec), ("model.mla", MlaSpec),
+                         ("training", TrainingSpec), ("data", DataSpec), ("cluster", ClusterSpec)):
         if any(key.startswith(f"{section}.") for layer in layers for key in layer.leaves):
             node = OmegaConf.structured(cls)
             _writable(node)
@@ -100,7 +106,7 @@ def _merge(layers: list[Layer], problems: list[Problem]) -> DictConfig:
             _writable(OmegaConf.select(config, section))
     for layer in layers:
         for key, value in layer.leaves.items():
-            problem = _unknown_key(key) or _set(config, key, value)
+            problem = _unknown_key(key, own_model=own) or _set(config, key, value)
             if problem:
                 problems.append(dataclasses.replace(problem, origin=layer.origins[key]))
     return config
@@ -124,7 +130,12 @@ def _set(config: DictConfig, key: str, value: Any) -> Problem | None:
     return None
 
 
-def _unknown_key(key: str) -> Problem | None:
+def _is_own_model(layers: typing.Sequence[Layer]) -> bool:
+    """The model is of the user's own: an entry point has been said of it."""
+    return any("model.entrypoint" in layer.leaves for layer in layers)
+
+
+def _unknown_key(key: str, *, own_model: bool) -> Problem | None:
     cls: Any = RunConfig
     parts = key.split(".")
     for i, part in enumerate(parts):
@@ -135,7 +146,7 @@ def _unknown_key(key: str) -> Problem | None:
             where = ".".join(parts[: i + 1])
             message = f"unknown key; {_suggest_key(part, fields, '.'.join(parts[:i]))}"
             return Problem(where=where, value=None, message=message)
-        cls = _dataclass_in(typing.get_type_hints(cls)[part])
+        cls = OwnModel if own_model and parts[:i + 1] == ["model"] else _dataclass_in(typing.get_type_hints(cls)[part])
     return None
 
 

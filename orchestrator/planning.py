@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from jobs.spec.load import Problem, SpecError, to_dict
+from jobs.spec.own_model import OwnModel
 from orchestrator.config import RunConfig
 from orchestrator.load import Loaded
 from orchestrator.planner import Plan, plan_from_dict, plan_question
 from orchestrator.planner.cost import Priced, price
 from orchestrator.planner.explain import Explained, axis_effects, explain, parse_wishes
 from orchestrator.planner.question import Question
+from orchestrator.planning_own import make_own_plan
 
 
 def question_of(config: RunConfig, *, trainable: bool) -> Question:
@@ -26,9 +28,11 @@ def question_of(config: RunConfig, *, trainable: bool) -> Question:
 def make_plan(loaded: Loaded, *, trainable: bool) -> Plan | None:
     """None for a `command:`. Raises SpecError, each problem with the place its value was written at."""
     config = loaded.config
-    if config.command is not None:
+    if config.lays_itself_out:
         return None
     try:
+        if isinstance(config.model, OwnModel):
+            return make_own_plan(config)
         return plan_question(question_of(config, trainable=trainable), headroom=config.memory.headroom,
                              convention=config.mfu_convention)
     except SpecError as refused:

@@ -5,7 +5,8 @@ Built by jobs.model.transformer. A rank may hold a part of the tokens only; whoe
 `Places.positions` or `Places.tokens`, the two seams, and nothing else of the model needs to know.
 """
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +20,10 @@ _SECOND = 0x94D049BB133111EB - 2**64
 class Places:
     """`positions(seq_len, device)` → int64 [seq_len]: positions in their sequence of the tokens that attention sees.
     `tokens(batch, seq_len, device)` → two int64 [batch, seq_len]: sequence (row of the microbatch) and position of
-    each token of the residual stream, which under sequence parallelism is only a part of what attention sees."""
+    each token of the residual stream, which under sequence parallelism is only 1/`split` of what attention sees."""
 
     def __init__(self) -> None:
+        self.split = 1
         self.positions: Callable[[int, torch.device], Tensor] = _all_positions
         self.tokens: Callable[[int, int, torch.device], tuple[Tensor, Tensor]] = self._all_tokens
 
@@ -36,19 +38,47 @@ def _all_positions(seq_len: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tokens:
-    """What a layer may know of its tokens beside their hidden state."""
+    """What a layer may know of its tokens beside their hidden state. `batch` is the microbatch's sequences; `seq` is
+    of whole sequences, whatever part of them the rank holds."""
 
-    rows: Tensor  # int64 [batch, seq]: sequence of the microbatch that the token belongs to
-    positions: Tensor  # int64 [batch, seq]
-    keys: Tensor | None  # int64 [batch, seq]: what the token's random numbers come from; None draws none
+    rows: Tensor  # int64 as the residual stream: sequence of the microbatch that the token belongs to
+    positions: Tensor  # int64 as the residual stream: in the sequence, or in the document where these are masked
+    keys: Tensor | None  # int64 as the residual stream: what the token's random numbers come from; None draws none
     weights: Tensor | None  # float32 [batch]: share of each sequence in the step's mean; 0 for an empty slot
+    sequence_keys: Tensor | None = None  # int64 [batch]: what `keys` come from
+    # int32 [batch, seq], where the document of each token begins, on the host and on the device; None: no documents
+    starts: Tensor | None = None
+    starts_here: Tensor | None = None
+    angles: tuple[Tensor, Tensor] | None = None  # cos and sin of what attention sees, if positions are rotary
+    masks: dict[Any, Any] = field(default_factory=dict)  # what all layers of this microbatch can share
 
 
-def locate(x: Tensor, *, places: Places, keys: Tensor | None, weights: Tensor | None) -> Tokens:
-    """The tokens of the residual stream x [batch, seq, dim]; keys and weights are of whole sequences, [batch]."""
+Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]  # positions [(batch,) seq] → cos, sin [(batch,) seq, 1, half a head]
+
+
+def locate(x: Tensor, *, places: Places, keys: Tensor | None, weights: Tensor | None, starts: Tensor | None = None,
+           rotary: Rotary | None = None) -> Tokens:
+    """The tokens of the residual stream x [batch, seq, dim]. Of whole sequences: keys and weights [batch], and starts
+    [batch, seq] on the host, where the document of each token begins."""
     rows, positions = places.tokens(x.shape[0], x.shape[1], x.device)
-    return Tokens(rows=rows, positions=positions, weights=weights,
-                  keys=None if keys is None else mix(keys[rows] + positions))
+    of_attention = places.positions(x.shape[1] * places.split, x.device)
+    token_keys = None if keys is None else mix(keys[rows] + positions)
+    here = None
+    if starts is not None:
+        here = starts.to(x.device, non_blocking=True)
+        positions = positions - here[rows, positions]
+        of_attention = of_attention - here[:, of_attention]  # [batch, seq]
+    return Tokens(rows=rows, positions=positions, keys=token_keys, weights=weights, sequence_keys=keys, starts=starts,
+                  starts_here=here, angles=None if rotary is None else rotary(of_attention))
+
+
+def document_starts(documents: Tensor) -> Tensor:
+    """int [batch, seq], numbers of documents that never decrease along a sequence → int32 [batch, seq]: the position
+    at which the document of each token begins, or the sequence where it began before it."""
+    positions = torch.arange(documents.shape[1], dtype=torch.int32, device=documents.device).expand(documents.shape)
+    begins = torch.zeros_like(positions)
+    begins[:, 1:] = positions[:, 1:] * (documents[:, 1:] != documents[:, :-1])
+    return begins.cummax(dim=1).values
 
 
 def sequence_keys(slots: Tensor, *, seed: int, step: int) -> Tensor:

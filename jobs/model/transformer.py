@@ -22,11 +22,11 @@ class Layer(nn.Module):
     """Pre-norm attention and feed-forward (or experts), each with its residual; norms behind them, too, where the
     spec says so."""
 
-    def __init__(self, spec: ModelSpec, *, layer: int = 0, rotary: RotaryTable | None) -> None:
+    def __init__(self, spec: ModelSpec, *, layer: int = 0) -> None:
         super().__init__()
         attention = Attention if spec.mla is None else LatentAttention
         self.attention_norm = Norm(spec.dim, spec=spec)
-        self.attention = attention(spec, layer=layer, rotary=rotary)
+        self.attention = attention(spec, layer=layer)
         self.attention_post_norm = Norm(spec.dim, spec=spec) if spec.post_norms else None
         self.attention_dropout = Dropout(spec.dropout, site=2 * layer + 1)
         self.ffn_norm = Norm(spec.dim, spec=spec)
@@ -34,8 +34,8 @@ class Layer(nn.Module):
         self.ffn_post_norm = Norm(spec.dim, spec=spec) if spec.post_norms else None
         self.ffn_dropout = Dropout(spec.dropout, site=2 * layer + 2)
 
-    def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
-        out = self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
+        out = self.attention(self.attention_norm(x), tokens)
         out = out if self.attention_post_norm is None else self.attention_post_norm(out)
         x = x + self.attention_dropout(out, tokens)
         normed = self.ffn_norm(x)
@@ -71,24 +71,25 @@ class Transformer(nn.Module):
         self.embedding_scale = math.sqrt(spec.dim) if spec.embedding_scale else None
         self.output_softcap = spec.output_softcap
         tied_output = is_last and spec.tie_embeddings
-        rotary = None
-        if spec.positions == "rotary":
-            size = spec.head_size if spec.mla is None else spec.mla.qk_rope_head_dim
-            rotary = RotaryTable(head_dim=size, theta=spec.rope_theta, places=self.places)
+        size = spec.head_size if spec.mla is None else spec.mla.qk_rope_head_dim
+        self.rotary = RotaryTable(head_dim=size, theta=spec.rope_theta) if spec.positions == "rotary" else None
         learned = is_first and spec.positions == "learned"
         self.embedding = TokenEmbedding(spec.vocab_size, spec.dim) if is_first or tied_output else None
         self.position_embedding = PositionEmbedding(spec.max_positions, spec.dim) if learned else None
         self.embedding_dropout = Dropout(spec.dropout, site=0)
-        self.layers = nn.ModuleDict({str(i): Layer(spec, layer=i, rotary=rotary) for i in layers})
+        self.layers = nn.ModuleDict({str(i): Layer(spec, layer=i) for i in layers})
         self.norm = Norm(spec.dim, spec=spec) if is_last else None
         self.output = nn.Linear(spec.dim, spec.vocab_size, bias=False) if is_last and not tied_output else None
 
-    def forward(self, x: Tensor, keys: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, keys: Tensor | None = None, weights: Tensor | None = None,
+                starts: Tensor | None = None) -> Tensor:
         """keys: int64 [batch], random keys of the sequences for dropout (none: nothing is dropped). weights: float32
-        [batch], each sequence's share in the step's mean loss (none: experts are not balanced)."""
+        [batch], each sequence's share in the step's mean loss (none: experts are not balanced). starts: int32 [batch,
+        seq] of whole sequences, on the host: the position at which the document of each token begins, before which it
+        sees nothing (none: sequences are not packed)."""
         if self.is_first:
             x = self.embedding(x)
-        tokens = locate(x, places=self.places, keys=keys, weights=weights)
+        tokens = locate(x, places=self.places, keys=keys, weights=weights, starts=starts, rotary=self.rotary)
         if self.is_first:
             x = self._embedded(x, tokens)
         for layer in self.layers.values():

@@ -1,11 +1,14 @@
 """From sizes and a layout to this rank's part of the model, in one visible order:
-tensor parallel → expert parallel → context parallel → recompute → data parallel → weights → microbatch schedule.
+tensor parallel → expert parallel → context parallel → recompute → compile → data parallel → weights → schedule of
+microbatches.
 
 Called by jobs.train. The model is built on the meta device and only this rank's shards are ever filled,
 from (seed, parameter name), so weights do not depend on the layout.
 """
+import contextlib
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 import torch.nn as nn
@@ -19,11 +22,13 @@ from jobs.mesh import axis_size, coordinate, fsdp_mesh
 from jobs.model.initial import initial_slice
 from jobs.model.transformer import Transformer
 from jobs.parallel.buckets import Buckets, Unit
+from jobs.parallel.compile import apply_compile
 from jobs.parallel.context import apply_context_parallel
 from jobs.parallel.data import apply_fsdp, units
 from jobs.parallel.expert import (apply_expert_parallel, build_expert_mesh, expert_problems, moe_blocks,
                                   router_biases, update_balance)
-from jobs.parallel.pipeline import Loss, MicrobatchLoop, Pipeline, Schedule, sum_tied_gradients
+from jobs.parallel.pipeline import (Loss, MicrobatchLoop, Pipeline, Schedule, Shapes, boundary_shapes,
+                                    sum_tied_gradients)
 from jobs.parallel.recompute import apply_recompute
 from jobs.parallel.sequences import Sequences
 from jobs.parallel.tensor import (apply_tensor_parallel, partial_parameters, reduce_partial_gradients,
@@ -42,13 +47,13 @@ TIED = "embedding.weight"
 class ParallelModel:
     """This rank's parts of the model, and how a step's microbatches run through them."""
 
-    def __init__(self, model_parts: tuple[Transformer, ...], *, schedule: Schedule, buckets: Buckets | None,
-                 mesh: DeviceMesh, sequences: Sequences, tied: bool) -> None:
+    def __init__(self, model_parts: tuple[nn.Module, ...], *, schedule: Schedule, buckets: Buckets | None,
+                 mesh: DeviceMesh, expert_mesh: DeviceMesh | None, sequences: Sequences, tied: bool) -> None:
         self.model_parts = model_parts
-        self.mesh = mesh
+        self.mesh, self.expert_mesh = mesh, expert_mesh
         self.holds_first, self.holds_last = model_parts[0].is_first, model_parts[-1].is_last
-        self._schedule = schedule
-        self._buckets = buckets
+        self.schedule = schedule
+        self.buckets = buckets
         self._sequences = sequences
         self._tied_across_stages = tied and axis_size(mesh, "pp") > 1 and (self.holds_first or self.holds_last)
         self.parameters = named_parameters(model_parts, buckets=buckets)
@@ -68,13 +73,15 @@ class ParallelModel:
         """Of the copies those whose original is on this rank, too: name → name of the original."""
         return {name: name.removesuffix(COPY) for name in self.copies if name.endswith(COPY)}
 
-    def forward_backward(self, inputs: Tensor | None, targets: Tensor | None, *, step: int = 0) -> Tensor:
+    def forward_backward(self, inputs: Tensor | None, targets: Tensor | None, *, documents: Tensor | None = None,
+                         step: int = 0) -> Tensor:
         """All microbatches of a step, [num_microbatches·microbatch_size, seq/cp]. Afterwards the gradient of each
         of `parameters` is the sum over the global batch. Returns this rank's share of the loss (zero but on the last
-        stage)."""
-        loss = self._schedule.forward_backward(inputs, targets, self._sequences.at(step))
-        if self._buckets is not None:
-            self._buckets.finish()
+        stage). `documents`, on every stage: int32 [num_microbatches·microbatch_size, seq] of whole sequences, on the
+        host: tokens see only those of the same number; they never decrease along a sequence."""
+        loss = self.schedule.forward_backward(inputs, targets, self._sequences.at(step, documents=documents))
+        if self.buckets is not None:
+            self.buckets.finish()
         if self._partial:
             reduce_partial_gradients(self._partial, group=self.mesh.get_group("tp"))
         if self._tied_across_stages:
@@ -85,11 +92,11 @@ class ParallelModel:
 
     def refresh_weights(self) -> None:
         """To be called whenever `parameters` have been changed: what computes may be a copy of them."""
-        if self._buckets is not None:
-            self._buckets.refresh_weights()
+        if self.buckets is not None:
+            self.buckets.refresh_weights()
 
 
-def named_parameters(model_parts: tuple[Transformer, ...], *, buckets: Buckets | None) -> dict[str, nn.Parameter]:
+def named_parameters(model_parts: tuple[nn.Module, ...], *, buckets: Buckets | None) -> dict[str, nn.Parameter]:
     """What is updated and saved, by name in the whole model: float32, this rank's shards."""
     found: dict[str, nn.Parameter] = {}
     for part in model_parts:
@@ -100,38 +107,21 @@ def named_parameters(model_parts: tuple[Transformer, ...], *, buckets: Buckets |
 
 
 def parallelize(spec: ModelSpec, *, mesh: DeviceMesh, layout: Layout, training: TrainingSpec,
-                device: torch.device, weights: HubWeights | None = None) -> ParallelModel:
-    """Build this rank's parts, with initial or the given weights. Raises ValueError where the layout does not fit the
-    model."""
+                device: torch.device, weights: HubWeights | None = None,
+                allocating: AbstractContextManager = contextlib.nullcontext()) -> ParallelModel:
+    """Build this rank's parts, with initial or the given weights. `allocating`: the mode under which memory is taken;
+    jobs.verify takes none. Raises ValueError where the layout does not fit the model."""
     _refuse(spec, layout=layout, training=training)
     dims = layout.dims
     expert_mesh = None if spec.moe is None else build_expert_mesh(dims, device=device)
-    parts = tuple(_build_part(spec, mesh=mesh, expert_mesh=expert_mesh, layout=layout, stage=stage)
+    parts = tuple(_build_part(spec, mesh=mesh, expert_mesh=expert_mesh, layout=layout, stage=stage,
+                              compiled=training.compile)
                   for stage in layout.stages(mesh.get_local_rank("pp")))
-    sharded = layout.zero_stage > 1 and dims.fsdp > 1
-    buckets = None
-    if sharded:
-        for part in parts:
-            apply_fsdp(part, mesh=mesh, expert_mesh=expert_mesh, reshard_after_forward=layout.reshard_after_forward,
-                       layers_per_unit=layout.layers_per_unit, param_dtype=training.param_dtype,
-                       reduce_dtype=training.reduce_dtype)
-    # not to_empty: it would send every DTensor through dispatch, a quarter of the time to build a small model
-    allocate = functools.partial(_allocate, device=device,
-                                 param_dtype=torch.float32 if sharded else getattr(torch, training.param_dtype))
-    for part in parts:
-        part._apply(allocate)
-        for buffer in part.buffers():
-            buffer.zero_()
-    shared = dims.dp * dims.cp > 1 or (expert_mesh is not None and axis_size(expert_mesh, "expert_fsdp") > 1)
-    if not sharded and (shared or training.param_dtype != "float32"):
-        buckets = Buckets([unit for part in parts for unit in _bucket_units(part, mesh=mesh, expert_mesh=expert_mesh,
-                                                                            layers_per_unit=layout.layers_per_unit)],
-                          num_backwards=layout.num_microbatches, reduce_dtype=getattr(torch, training.reduce_dtype))
-    schedule = _build_schedule(parts, spec=spec, mesh=mesh, layout=layout, training=training, buckets=buckets,
-                               device=device)
-    model = ParallelModel(parts, schedule=schedule, buckets=buckets, mesh=mesh,
-                          sequences=_sequences(spec, mesh=mesh, layout=layout, training=training, device=device),
-                          tied=spec.tie_embeddings)
+    shapes = boundary_shapes(hidden=(spec.dim,), vocab_size=spec.vocab_size, layout=layout, training=training)
+    model = complete(parts, units=[units(part, layers_per_unit=layout.layers_per_unit) for part in parts], mesh=mesh,
+                     expert_mesh=expert_mesh, layout=layout, training=training, device=device, shapes=shapes,
+                     sequences=_sequences(spec, mesh=mesh, layout=layout, training=training, device=device),
+                     tied=spec.tie_embeddings, splits_logits=dims.tp > 1, allocating=allocating)
     if weights is None:
         fill_weights(model.parameters, source=functools.partial(initial_slice, spec=spec, seed=training.seed))
     else:
@@ -140,14 +130,45 @@ def parallelize(spec: ModelSpec, *, mesh: DeviceMesh, layout: Layout, training: 
     return model
 
 
-def _bucket_units(part: Transformer, *, mesh: DeviceMesh, expert_mesh: DeviceMesh | None,
-                  layers_per_unit: int) -> list[Unit]:
+def complete(parts: tuple[nn.Module, ...], *, units: list[list[list[nn.Module]]], mesh: DeviceMesh,
+             expert_mesh: DeviceMesh | None, layout: Layout, training: TrainingSpec, device: torch.device, shapes: Shapes,
+             sequences: Sequences, tied: bool, splits_logits: bool,
+             allocating: AbstractContextManager = contextlib.nullcontext()) -> ParallelModel:
+    """What follows once each part is split and on meta: data parallelism by `units` (of each part), memory, schedule.
+    The weights are still to be filled."""
+    dims = layout.dims
+    sharded = layout.zero_stage > 1 and dims.fsdp > 1
+    buckets = None
+    if sharded:
+        for part, of_part in zip(parts, units, strict=True):
+            apply_fsdp(part, units=of_part, mesh=mesh, expert_mesh=expert_mesh, param_dtype=training.param_dtype,
+                       reshard_after_forward=layout.reshard_after_forward, reduce_dtype=training.reduce_dtype)
+    # not to_empty: it would send every DTensor through dispatch, a quarter of the time to build a small model
+    allocate = functools.partial(_allocate, device=device,
+                                 param_dtype=torch.float32 if sharded else getattr(torch, training.param_dtype))
+    for part in parts:
+        with allocating:
+            part._apply(allocate)
+        for buffer in part.buffers():
+            buffer.zero_()
+    shared = dims.dp * dims.cp > 1 or (expert_mesh is not None and axis_size(expert_mesh, "expert_fsdp") > 1)
+    if not sharded and (shared or training.param_dtype != "float32"):
+        buckets = Buckets([unit for part, of_part in zip(parts, units, strict=True)
+                           for unit in _bucket_units(part, of_part, mesh=mesh, expert_mesh=expert_mesh)],
+                          num_backwards=layout.num_microbatches, reduce_dtype=getattr(torch, training.reduce_dtype))
+    schedule = _build_schedule(parts, mesh=mesh, layout=layout, training=training, buckets=buckets, device=device,
+                               shapes=shapes, splits_logits=splits_logits)
+    return ParallelModel(parts, schedule=schedule, buckets=buckets, mesh=mesh, expert_mesh=expert_mesh,
+                         sequences=sequences, tied=tied)
+
+
+def _bucket_units(part: nn.Module, units: list[list[nn.Module]], *, mesh: DeviceMesh,
+                  expert_mesh: DeviceMesh | None) -> list[Unit]:
     """The experts of each layer, whose ranks are others, and then the usual units without them."""
     experts = [] if expert_mesh is None else [
         Unit(modules=[moe.experts], shards=expert_mesh["expert_fsdp"], replicas=expert_mesh["dp_replicate"])
         for moe in moe_blocks(part)]
-    rest = [Unit(modules=unit, shards=fsdp_mesh(mesh), replicas=mesh["dp_replicate"])
-            for unit in units(part, layers_per_unit=layers_per_unit)]
+    rest = [Unit(modules=unit, shards=fsdp_mesh(mesh), replicas=mesh["dp_replicate"]) for unit in units]
     return experts + rest
 
 
@@ -159,8 +180,8 @@ def _sequences(spec: ModelSpec, *, mesh: DeviceMesh, layout: Layout, training: T
                         seed=training.seed, device=device)
 
 
-def _build_part(spec: ModelSpec, *, mesh: DeviceMesh, expert_mesh: DeviceMesh | None, layout: Layout,
-                stage: int) -> Transformer:
+def _build_part(spec: ModelSpec, *, mesh: DeviceMesh, expert_mesh: DeviceMesh | None, layout: Layout, stage: int,
+                compiled: bool) -> Transformer:
     with torch.device("meta"):
         part = Transformer(spec, layers=layout.layers(stage), is_first=stage == 0,
                            is_last=stage == layout.num_stages - 1)
@@ -169,7 +190,9 @@ def _build_part(spec: ModelSpec, *, mesh: DeviceMesh, expert_mesh: DeviceMesh | 
     apply_expert_parallel(part, mesh=mesh, expert_mesh=expert_mesh)
     if layout.dims.cp > 1:
         apply_context_parallel(part, mesh=mesh["cp"], method=layout.cp_method)
-    apply_recompute(part, recompute=layout.recompute)
+    apply_recompute(part.layers.values(), recompute=layout.recompute)
+    if compiled:
+        apply_compile(part.layers.values())
     return part
 
 
@@ -197,15 +220,15 @@ def _refuse(spec: ModelSpec, *, layout: Layout, training: TrainingSpec) -> None:
         raise ValueError("\n".join(problems))
 
 
-def _build_schedule(parts: tuple[Transformer, ...], *, spec: ModelSpec, mesh: DeviceMesh, layout: Layout,
-                    training: TrainingSpec, buckets: Buckets | None, device: torch.device) -> Schedule:
+def _build_schedule(parts: tuple[nn.Module, ...], *, mesh: DeviceMesh, layout: Layout, training: TrainingSpec,
+                    buckets: Buckets | None, device: torch.device, shapes: Shapes, splits_logits: bool) -> Schedule:
     terms = {"global_tokens": training.global_batch_size * training.seq_len, "z_loss": training.z_loss}
     loss: Loss = functools.partial(cross_entropy, **terms)
-    if layout.dims.tp > 1:
+    if splits_logits:
         loss = functools.partial(vocab_parallel_cross_entropy, group=mesh.get_group("tp"), **terms)
     if layout.dims.pp == 1:
         return MicrobatchLoop(parts[0], layout=layout, loss=loss)
-    return Pipeline(parts, spec=spec, mesh=mesh, layout=layout, training=training, loss=loss,
+    return Pipeline(parts, shapes=shapes, mesh=mesh, layout=layout, loss=loss,
                     accumulated=None if buckets is None else buckets.accumulated, device=device)
 
 

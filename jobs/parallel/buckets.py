@@ -162,6 +162,10 @@ class Buckets:
         return next(m.parameter for m in self._bucket_of[weight].masters if m.weight is weight)
 
     # -------------------------------------------------------------- gradients
+    def held_gradients(self) -> list[Tensor]:
+        """What this holds of gradients beside weight.grad: sums over microbatches, and parts that are reduced."""
+        return [*self._sums.values(), *(b.reduced for b in self.buckets if b.reduced is not None)]
+
     def accumulated(self, weight: nn.Parameter) -> None:
         """One backward pass has added to weight.grad: autograd calls it, or a schedule that went round autograd."""
         if weight.dtype != torch.float32 and self._num_backwards > 1 and weight.grad is not None:

@@ -3,7 +3,7 @@
 Called by jobs.parallel on a model built on the meta device; the seams are `Attention.inner` and `Places.positions`.
 A sequence is cut in 2·cp chunks and rank r holds chunks r and 2·cp−1−r, so that under the causal mask all ranks do
 the same work (as in arXiv:2407.21783, §3.3.2). Both methods are exact: softmax over blocks of keys is put together
-from each block's log-sum-exp (ring: arXiv:2310.01889; the arithmetic: jobs.parallel.blockwise).
+from each block's log-sum-exp (ring: arXiv:2310.01889; the arithmetic: jobs.model.blockwise).
 
 Collectives over cp, per microbatch and layer; K = microbatch_size·seq_len/cp·(key + value width)/tp elements, the
 keys and values of one rank (width = num_kv_heads·head_dim each), e = bytes(param_dtype):
@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from jobs.model.attention import AttentionKind
+from jobs.model.blockwise import CHUNK, Partial, block_gradients
+from jobs.model.rule import Block, Rule, split
 from jobs.model.transformer import Transformer
-from jobs.parallel.blockwise import Block, Partial, block_gradients
 from jobs.spec.parallel import CpMethod, cp_chunks
 
 
@@ -33,7 +33,7 @@ def apply_context_parallel(model: Transformer, *, mesh: DeviceMesh, method: CpMe
     group = mesh.get_group()
     model.places.positions = _Positions(cp_chunks(group.size(), group.rank()), num_chunks=2 * group.size())
     for layer in model.layers.values():
-        layer.attention.inner = ContextAttention(kind=layer.attention.kind, group=group, method=method)
+        layer.attention.inner = ContextAttention(group=group, method=method)
 
 
 class _Positions:
@@ -50,44 +50,69 @@ class _Positions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContextAttention:
-    """An `Attention.inner`: q, k, v [batch, seq/cp, heads, head size] of this rank's chunks → their output."""
+    """An `Inner` of this rank's chunks: q, k, v [batch, seq/cp, heads, head size] → their output."""
 
-    kind: AttentionKind
     group: dist.ProcessGroup
     method: CpMethod
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    @torch.compiler.disable  # which blocks and hops there are is decided on the host
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, rule: Rule) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [batch, heads, seq/cp, head size]
         function = _Ring if self.method == "ring" else _AllGather
-        return function.apply(q, k.contiguous(), v.contiguous(), self).transpose(1, 2)
+        return function.apply(q, k.contiguous(), v.contiguous(), rule, self.group).transpose(1, 2)
 
 
 # ------------------------------------------------------------------ which queries meet which keys
-def _pairs(mine: tuple[int, ...], theirs: tuple[int, ...], *, size: int, kind: AttentionKind) -> list[Block]:
-    """Blocks of this rank's queries and another's keys that contain a visible pair, chunk by chunk; the diagonal of
-    each chunk comes first, so that every query sees a key from the start."""
-    found = []
-    for i, query_chunk in enumerate(mine):
-        for j, key_chunk in enumerate(theirs):
-            nearest = (query_chunk - key_chunk - 1) * size + 1  # distance of the first query and the last key
-            if key_chunk > query_chunk or (kind.window is not None and nearest >= kind.window):
-                continue
-            found.append(Block(queries=slice(i * size, (i + 1) * size), keys=slice(j * size, (j + 1) * size),
-                               causal=key_chunk == query_chunk, distance=(query_chunk - key_chunk) * size))
-    return sorted(found, key=lambda block: not block.causal)
-
-
-def _blocks(mine: tuple[int, ...], theirs: tuple[int, ...], *, seq_len: int, kind: AttentionKind) -> list[Block]:
-    """The same for the two chunks that each rank holds, in one block where nothing but causality counts."""
+def _blocks(mine: tuple[int, ...], theirs: tuple[int, ...], *, seq_len: int, rule: Rule) -> list[Block]:
+    """Blocks of this rank's queries and another's keys, seq_len of each in two chunks, that hold a visible pair. Each
+    query's own key comes first, so that every query sees a key from the start. Chunks are joined where a fused kernel
+    can take them so: where nothing but causality counts."""
     size = seq_len // 2
-    if kind.window is not None:
-        return _pairs(mine, theirs, size=size, kind=kind)
     everything, head, tail = slice(0, seq_len), slice(0, size), slice(size, seq_len)
-    if mine == theirs:  # chunks are in order: the mask of the whole is that of each pair
-        return [Block(queries=everything, keys=everything, causal=True)]
-    if theirs < mine:
-        return [Block(queries=everything, keys=head, causal=False)]
-    return [Block(queries=tail, keys=everything, causal=False)]
+    if _is_plain(rule):
+        if mine == theirs:  # chunks are in order: the mask of the whole is that of each pair
+            return [Block(queries=everything, keys=everything, first_query=0, first_key=0)]
+        queries, keys = (everything, head) if theirs < mine else (tail, everything)
+        return [Block(queries=queries, keys=keys, first_query=size * mine[queries.start // size],
+                      first_key=size * theirs[0])]
+    pairs = [Block(queries=queries, keys=keys, first_query=query_chunk * size, first_key=key_chunk * size)
+             for queries, query_chunk in zip((head, tail), mine) for keys, key_chunk in zip((head, tail), theirs)]
+    pairs.sort(key=lambda block: block.first_query != block.first_key)
+    return [part for pair in pairs for part in split(pair, rule, size=CHUNK)]
+
+
+def _blocks_of_all(seq_len: int, rule: Rule, group: dist.ProcessGroup) -> list[Block]:
+    """This rank's queries, two chunks of seq_len/2, against the keys of the whole sequence: of each chunk its diagonal
+    and all that lies before for fused kernels, else all it sees, some queries at a time."""
+    size, found = seq_len // 2, []
+    for i, chunk in enumerate(cp_chunks(group.size(), group.rank())):
+        queries, start = slice(i * size, (i + 1) * size), chunk * size
+        if not _is_plain(rule):
+            found += split(Block(queries=queries, keys=slice(0, start + size), first_query=start, first_key=0), rule,
+                           size=CHUNK)
+            continue
+        found.append(Block(queries=queries, keys=slice(start, start + size), first_query=start, first_key=start))
+        if start:
+            found.append(Block(queries=queries, keys=slice(0, start), first_query=start, first_key=0))
+    return found
+
+
+def _is_plain(rule: Rule) -> bool:
+    return rule.is_only_causal and rule.kind.softcap is None and not rule.drops
+
+
+# ------------------------------------------------------------------ what both methods begin and end with
+def _finish(ctx, total: Partial, q: Tensor, k: Tensor, v: Tensor, rule: Rule, group: dist.ProcessGroup) -> Tensor:
+    """Output of a forward that has added up all blocks; what backward needs is kept."""
+    out = total.out.to(q.dtype)
+    ctx.rule, ctx.group = rule, group
+    ctx.save_for_backward(q, k, v, out, total.lse)
+    return out
+
+
+def _as_inputs(gradients: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    """The float32 sums as autograd wants them: of the inputs' dtypes, and none for rule and group."""
+    return *(total.to(t.dtype) for total, t in zip(gradients, inputs, strict=True)), None, None
 
 
 # ------------------------------------------------------------------ ring
@@ -121,43 +146,37 @@ class _Ring(torch.autograd.Function):
     """The next keys are on their way while attention to the present ones is computed."""
 
     @staticmethod
-    def forward(ctx, q, k, v, attention):
-        rank, size = attention.group.rank(), attention.group.size()
+    def forward(ctx, q, k, v, rule, group):
+        rank, size = group.rank(), group.size()
         mine, total = cp_chunks(size, rank), Partial(q, v)
         travelling = _flat(k, v)
         for hop in range(size):
-            coming = _Hop(travelling, attention.group) if hop < size - 1 else None
+            coming = _Hop(travelling, group) if hop < size - 1 else None
             keys, values = _unflat(travelling, k, v)
-            blocks = _blocks(mine, cp_chunks(size, (rank - hop) % size), seq_len=q.shape[2], kind=attention.kind)
-            for block in blocks:
-                total.add(block, q, keys, values, kind=attention.kind)
+            for block in _blocks(mine, cp_chunks(size, (rank - hop) % size), seq_len=q.shape[2], rule=rule):
+                total.add(block, q, keys, values, rule=rule)
             travelling = travelling if coming is None else coming.wait()
-        out = total.out.to(q.dtype)
-        ctx.attention = attention
-        ctx.save_for_backward(q, k, v, out, total.lse)
-        return out
+        return _finish(ctx, total, q, k, v, rule, group)
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, out, lse = ctx.saved_tensors
-        attention = ctx.attention
-        rank, size = attention.group.rank(), attention.group.size()
+        (q, k, v, out, lse), rule, group = ctx.saved_tensors, ctx.rule, ctx.group
+        rank, size = group.rank(), group.size()
         mine, dq = cp_chunks(size, rank), torch.zeros_like(q, dtype=torch.float32)
         travelling, gradients = _flat(k, v), None
         for hop in range(size):
-            coming = _Hop(travelling, attention.group) if hop < size - 1 else None
+            coming = _Hop(travelling, group) if hop < size - 1 else None
             keys, values = _unflat(travelling, k, v)
             here = torch.zeros_like(travelling, dtype=torch.float32)
             dk, dv = _unflat(here, k, v)
-            blocks = _blocks(mine, cp_chunks(size, (rank - hop) % size), seq_len=q.shape[2], kind=attention.kind)
-            for block in blocks:
-                block_gradients(block, grad, q, keys, values, out, lse, into=(dq, dk, dv), kind=attention.kind)
+            for block in _blocks(mine, cp_chunks(size, (rank - hop) % size), seq_len=q.shape[2], rule=rule):
+                block_gradients(block, grad, q, keys, values, out, lse, into=(dq, dk, dv), rule=rule)
             # the gradients of these keys, as the ranks before have summed them up, arrive only now
             here = here if gradients is None else here.add_(gradients.wait())
-            gradients = _Hop(here, attention.group)
+            gradients = _Hop(here, group)
             travelling = travelling if coming is None else coming.wait()
         dk, dv = _unflat(gradients.wait(), k, v)  # after `size` hops they are home
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+        return _as_inputs((dq, dk, dv), (q, k, v))
 
 
 # ------------------------------------------------------------------ all-gather
@@ -165,40 +184,21 @@ class _AllGather(torch.autograd.Function):
     """All keys and values at once, in the order of the sequence; gathered again for backward."""
 
     @staticmethod
-    def forward(ctx, q, k, v, attention):
-        keys, values = _gather(k, v, attention.group)
+    def forward(ctx, q, k, v, rule, group):
+        keys, values = _gather(k, v, group)
         total = Partial(q, v)
-        for block in _blocks_of_all(q.shape[2], attention):
-            total.add(block, q, keys, values, kind=attention.kind)
-        out = total.out.to(q.dtype)
-        ctx.attention = attention
-        ctx.save_for_backward(q, k, v, out, total.lse)
-        return out
+        for block in _blocks_of_all(q.shape[2], rule, group):
+            total.add(block, q, keys, values, rule=rule)
+        return _finish(ctx, total, q, k, v, rule, group)
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, out, lse = ctx.saved_tensors
-        attention = ctx.attention
-        keys, values = _gather(k, v, attention.group)
+        (q, k, v, out, lse), rule, group = ctx.saved_tensors, ctx.rule, ctx.group
+        keys, values = _gather(k, v, group)
         dq, dk, dv = (torch.zeros_like(t, dtype=torch.float32) for t in (q, keys, values))
-        for block in _blocks_of_all(q.shape[2], attention):
-            block_gradients(block, grad, q, keys, values, out, lse, into=(dq, dk, dv), kind=attention.kind)
-        dk, dv = _scatter_sum(dk, dv, k, v, attention.group)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
-
-
-def _blocks_of_all(seq_len: int, attention: ContextAttention) -> list[Block]:
-    """This rank's queries against the keys of the whole sequence: per chunk its diagonal and all that lies before."""
-    size = seq_len // 2
-    found = []
-    for i, chunk in enumerate(cp_chunks(attention.group.size(), attention.group.rank())):
-        queries, start = slice(i * size, (i + 1) * size), chunk * size
-        found.append(Block(queries=queries, keys=slice(start, start + size), causal=True))
-        window = attention.kind.window
-        first = 0 if window is None else max(0, start - window + 1)
-        if first < start:
-            found.append(Block(queries=queries, keys=slice(first, start), causal=False, distance=start - first))
-    return found
+        for block in _blocks_of_all(q.shape[2], rule, group):
+            block_gradients(block, grad, q, keys, values, out, lse, into=(dq, dk, dv), rule=rule)
+        return _as_inputs((dq, *_scatter_sum(dk, dv, k, v, group)), (q, k, v))
 
 
 def _gather(k: Tensor, v: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:

@@ -40,9 +40,9 @@ def units(model: Transformer, *, layers_per_unit: int) -> list[list[nn.Module]]:
     return [*found, ends + embeddings]  # a tied embedding is where backward begins
 
 
-def apply_fsdp(model: Transformer, *, mesh: DeviceMesh, expert_mesh: DeviceMesh | None, reshard_after_forward: bool,
-               layers_per_unit: int, param_dtype: DType, reduce_dtype: DType) -> None:
-    """Shard `model` (on meta) in place, unit by unit."""
+def apply_fsdp(model: nn.Module, *, units: list[list[nn.Module]], mesh: DeviceMesh, expert_mesh: DeviceMesh | None,
+               reshard_after_forward: bool, param_dtype: DType, reduce_dtype: DType) -> None:
+    """Shard `model` (on meta) in place, unit by unit; the last of `units` is what the others leave."""
     shards = fsdp_mesh(mesh)
     if axis_size(mesh, "dp_replicate") > 1:
         shards = DeviceMesh._concatenate([mesh["dp_replicate"], shards])
@@ -52,7 +52,7 @@ def apply_fsdp(model: Transformer, *, mesh: DeviceMesh, expert_mesh: DeviceMesh 
     options = {"mesh": shards, "mp_policy": policy}
     if expert_mesh is not None:
         options["shard_placement_fn"] = expert_placement(model, expert_mesh=expert_mesh)
-    *inner, _ = units(model, layers_per_unit=layers_per_unit)
+    *inner, _ = units
     for i, unit in enumerate(inner):
         last = model.is_last and i == len(inner) - 1
         fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=reshard_after_forward and not last,

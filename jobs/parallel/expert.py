@@ -63,7 +63,7 @@ def build_expert_mesh(dims: ParallelDims, *, device: torch.device) -> DeviceMesh
 
 
 def moe_blocks(model: Transformer) -> list[MoE]:
-    return [layer.ffn for layer in model.layers.values() if isinstance(layer.ffn, MoE)]
+    return [module for module in model.modules() if isinstance(module, MoE)]
 
 
 def apply_expert_parallel(model: Transformer, *, mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> None:

@@ -28,11 +28,10 @@ from torch.distributed.pipelining import (PipelineStage, Schedule1F1B, ScheduleD
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from jobs.mesh import local_of
-from jobs.model.transformer import Transformer
-from jobs.spec.model import ModelSpec
 from jobs.spec.parallel import Layout
 from jobs.spec.training import TrainingSpec
 
+Shapes = tuple[Tensor, Tensor, Tensor]  # of a microbatch, on meta: token ids, what passes between stages, logits
 Loss = Callable[[Tensor, Tensor], Tensor]  # logits, targets of a microbatch → its share of the step's loss
 Accumulated = Callable[[nn.Parameter], None]  # told of every weight that a backward pass has added to
 
@@ -57,7 +56,7 @@ class Schedule(Protocol):
 class MicrobatchLoop:
     """One stage: forward and backward of one microbatch after the other."""
 
-    def __init__(self, model: Transformer, *, layout: Layout, loss: Loss) -> None:
+    def __init__(self, model: nn.Module, *, layout: Layout, loss: Loss) -> None:
         self.model = model
         self.loss = loss
         self.microbatch_size = layout.microbatch_size
@@ -115,11 +114,11 @@ def _no_second_half() -> Callable[[], None]:
 class Pipeline:
     """This rank's stages of a pipeline."""
 
-    def __init__(self, model_parts: tuple[Transformer, ...], *, spec: ModelSpec, mesh: DeviceMesh, layout: Layout,
-                 training: TrainingSpec, loss: Loss, accumulated: Accumulated | None, device: torch.device) -> None:
+    def __init__(self, model_parts: tuple[nn.Module, ...], *, shapes: Shapes, mesh: DeviceMesh, layout: Layout,
+                 loss: Loss, accumulated: Accumulated | None, device: torch.device) -> None:
         self.device = device
         self.holds_first, self.holds_last = model_parts[0].is_first, model_parts[-1].is_last
-        tokens, hidden, logits = _boundary_shapes(spec, layout=layout, training=training)
+        tokens, hidden, logits = shapes
         # Shapes are given, not inferred: inference would cost a round of object messages through all stages.
         stages = [Stage(part, index, layout.num_stages, device, input_args=tokens if part.is_first else hidden,
                         output_args=logits if part.is_last else hidden, group=mesh.get_group("pp"),
@@ -141,17 +140,19 @@ class Pipeline:
         return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=self.device)
 
 
-def _boundary_shapes(spec: ModelSpec, *, layout: Layout, training: TrainingSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one microbatch, on meta: token ids; what passes between stages; logits. The last two require grad,
-    or torch would send no gradient back."""
+def boundary_shapes(*, hidden: tuple[int, ...], vocab_size: int, layout: Layout, training: TrainingSpec,
+                    splits_logits: bool = True) -> Shapes:
+    """Of one microbatch, on meta: token ids; what passes between stages (`hidden`: of one token); logits. The last two
+    require grad, or torch would send no gradient back."""
     tp, batch = layout.dims.tp, layout.microbatch_size
     dtype = getattr(torch, training.param_dtype)
     seq = training.seq_len // layout.dims.cp
     tokens = torch.empty(batch, seq, dtype=torch.int64, device="meta")
-    hidden = torch.empty(batch, seq // tp if layout.sequence_parallel else seq, spec.dim, dtype=dtype, device="meta",
+    passed = torch.empty(batch, seq // tp if layout.sequence_parallel else seq, *hidden, dtype=dtype, device="meta",
                          requires_grad=True)
-    logits = torch.empty(batch, seq, spec.vocab_size // tp, dtype=dtype, device="meta", requires_grad=True)
-    return tokens, hidden, logits
+    logits = torch.empty(batch, seq, vocab_size // tp if splits_logits else vocab_size, dtype=dtype, device="meta",
+                         requires_grad=True)
+    return tokens, passed, logits
 
 
 def sum_tied_gradients(embeddings: list[nn.Parameter], *, mesh: DeviceMesh, is_first: bool) -> None:

@@ -4,11 +4,12 @@ Called by jobs.parallel between tensor parallelism and FSDP. The layer's forward
 layer: names of parameters stay, and FSDP's hooks, which sit outside, run once.
 """
 import functools
+from collections.abc import Iterable
 
 import torch
+import torch.nn as nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from jobs.model.transformer import Transformer
 from jobs.spec.parallel import Recompute
 
 # What `selective` keeps: the outputs of matmuls and of attention. Everything else of a layer (norms,
@@ -28,12 +29,12 @@ def _policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def apply_recompute(model: Transformer, *, recompute: Recompute) -> None:
-    """Wrap every layer's forward in place; `none` leaves the model as it is."""
+def apply_recompute(layers: Iterable[nn.Module], *, recompute: Recompute) -> None:
+    """Wrap every layer's forward in place; `none` leaves them as they are."""
     if recompute == "none":
         return
     options = {"use_reentrant": False, "preserve_rng_state": False}  # dropout's numbers come from keys
     if recompute == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
-    for layer in model.layers.values():
+    for layer in layers:
         layer.forward = functools.partial(checkpoint, layer.forward, **options)

@@ -1,4 +1,4 @@
-"""What the model is told of each sequence beside its tokens: random keys and weights.
+"""What the model is told of each sequence beside its tokens: random keys, weights, where its documents begin.
 
 Called by jobs.parallel on every rank of a pipeline, which all compute the same: nothing has to be sent along
 with the activations. The keys depend on (seed, step, slot) alone, never on the layout.
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jobs.model.places import sequence_keys
+from jobs.model.places import document_starts, sequence_keys
 from jobs.spec.model import ModelSpec
 
 
@@ -26,15 +26,18 @@ class Sequences:
     @classmethod
     def of(cls, spec: ModelSpec, *, slots: range, global_batch_size: int, seed: int,
            device: torch.device) -> "Sequences":
-        return cls(slots=slots, global_batch_size=global_batch_size, seed=seed, with_keys=spec.dropout > 0,
+        return cls(slots=slots, global_batch_size=global_batch_size, seed=seed, with_keys=spec.dropout > 0 or spec.attention_dropout > 0,
                    with_weights=spec.moe is not None, device=device)
 
-    def at(self, step: int) -> dict[str, Tensor]:
-        """Arguments of Transformer.forward by name, [len(slots)] each; those only that the model needs."""
+    def at(self, step: int, *, documents: Tensor | None = None) -> dict[str, Tensor]:
+        """Arguments of Transformer.forward by name, [len(slots), …] each; those only that the model needs."""
         slots = torch.arange(self.slots.start, self.slots.stop, device=self.device)
         found = {}
         if self.with_keys:
             found["keys"] = sequence_keys(slots, seed=self.seed, step=step)
         if self.with_weights:
             found["weights"] = (slots < self.global_batch_size).float() / self.global_batch_size
+        if documents is not None:
+            starts = document_starts(documents)  # stays on the host; pinned, copying it waits for nothing
+            found["starts"] = starts.pin_memory() if self.device.type == "cuda" else starts
         return found

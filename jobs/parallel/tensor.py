@@ -30,6 +30,7 @@ qk_rope_head_dim, A_L = A·L/dim:
 Routed experts are not split over tp: each tp rank dispatches its own tokens (jobs.parallel.expert).
 """
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -107,6 +108,7 @@ def apply_tensor_parallel(model: Transformer, *, mesh: DeviceMesh, sequence_para
             split.latent_attention(layer.attention)
         else:
             split.attention(layer.attention)
+        layer.attention.kind = replace(layer.attention.kind, head_share=mesh.get_local_rank())
         if isinstance(layer.ffn, MoE):
             split.replicated(layer.ffn, "router", kind=LocalRouter)
         ffn = layer.ffn.shared if isinstance(layer.ffn, MoE) else layer.ffn
@@ -122,6 +124,7 @@ def apply_tensor_parallel(model: Transformer, *, mesh: DeviceMesh, sequence_para
         split.columns(model, "output")
         model.output.register_forward_pre_hook(split.boundary.entering)
     if sequence_parallel:
+        model.places.split = mesh.size()
         model.places.tokens = _own_tokens(model.places.tokens, group=mesh.get_group())
 
 

@@ -10,7 +10,7 @@ import hmac
 import json
 from dataclasses import dataclass
 
-from jobs.spec.events import (FaultInjected, NodeSample, RankError, RankExit, RankFinished, ShardReport,
+from jobs.spec.events import (CheckpointSaved, FaultInjected, NodeSample, RankError, RankExit, RankFinished, ShardReport,
                               StepReport)
 from jobs.spec.job import JobSpec, RankSlot
 
@@ -152,7 +152,8 @@ class RankState:
     pid: int
     step: int
     phase: str
-    t: float
+    t: float  # 0: it has told nothing yet
+    active_t: float = 0.0  # when it last told something or wrote to its log; 0: never
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,6 +173,6 @@ class Spooled:
 
 
 # What an agent spools and a supervisor must receive.
-Report = StepReport | ShardReport | RankError | FaultInjected | RankFinished | RankExit | NodeSample
+Report = StepReport | ShardReport | CheckpointSaved | RankError | FaultInjected | RankFinished | RankExit | NodeSample
 ToAgent = Challenge | Welcome | Prepare | Start | Kill | Shutdown | Ack
 ToSupervisor = Knock | Hello | Command | Prepared | PrepareFailed | Killed | Heartbeat | Spooled

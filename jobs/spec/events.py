@@ -9,6 +9,7 @@ from typing import Literal
 
 DiagnosisKind = Literal["crash", "hang", "straggler", "preemption", "time_limit", "node_failure", "divergence",
                         "corruption", "user_error", "stopped", "completed"]
+OWN_LAYOUT = "command"  # in AttemptStarted: a trainer of the user's own lays itself out
 Act = Literal["restart", "stop", "finish"]
 
 
@@ -26,27 +27,28 @@ class RankProgress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
-    """One optimizer step, from the rank that owns the loss (first rank of the last stage)."""
+    """One optimizer step, from the rank that owns the loss (first rank of the last stage); or rank 0 of a trainer of the
+    user's own, which need not know everything (jobs.report). None is unknown, not zero."""
 
     attempt: int
     rank: int
     step: int  # updates completed, this one included
     t: float
-    loss: float  # mean over the global batch's tokens
-    grad_norm: float
-    lr: float
-    tokens: int  # of this step, all ranks
-    step_time_s: float
-    data_s: float
-    forward_backward_s: float
-    optimizer_s: float
-    checkpoint_s: float
-    tokens_per_s: float
-    tokens_per_s_per_gpu: float
-    tflops_per_gpu: float
-    mfu: float
-    mfu_convention: str
-    peak_memory_bytes: int
+    loss: float | None = None  # mean over the global batch's tokens
+    grad_norm: float | None = None
+    lr: float | None = None
+    tokens: int | None = None  # of this step, all ranks
+    step_time_s: float | None = None
+    data_s: float | None = None
+    forward_backward_s: float | None = None
+    optimizer_s: float | None = None
+    checkpoint_s: float | None = None
+    tokens_per_s: float | None = None
+    tokens_per_s_per_gpu: float | None = None
+    tflops_per_gpu: float | None = None
+    mfu: float | None = None
+    mfu_convention: str | None = None
+    peak_memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +71,16 @@ class ShardReport:
     files: tuple[ShardFile, ...]
     data_cursor: int
     save_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointSaved:
+    """A trainer of the user's own has saved: it will continue behind `step`. Where and what, it alone knows."""
+
+    attempt: int
+    rank: int
+    step: int
+    t: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,6 +179,18 @@ class AgentLost:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RanksSilent:
+    """No rank of the attempt has given a sign of life for so long that it is taken to hang."""
+
+    t: float
+    attempt: int
+    silent_s: float  # the rank that was heard last
+    ranks: tuple[str, ...]  # what each said last, the one that is furthest behind first
+    rank: int  # that one
+    node: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptStarted:
     t: float
     attempt: int
@@ -240,8 +264,8 @@ class RunEnded:
 # of a run's supervisor, and of the command that followed it; 2 is refused input
 EXIT_CODES = {"completed": 0, "failed": 1, "stopped": 3}
 
-RankReport = RankProgress | StepReport | ShardReport | RankError | FaultInjected | RankFinished
+RankReport = RankProgress | StepReport | ShardReport | CheckpointSaved | RankError | FaultInjected | RankFinished
 AgentReport = RankExit | NodeSample
-Event = (StepReport | RankError | FaultInjected | RankFinished | RankExit | NodeSample | RunStarted | AgentJoined
-         | AgentLost | AttemptStarted | CheckpointCommitted | CheckpointSkipped | Diagnosis | Decision | AttemptEnded
+Event = (StepReport | CheckpointSaved | RankError | FaultInjected | RankFinished | RankExit | NodeSample | RunStarted | AgentJoined
+         | AgentLost | RanksSilent | AttemptStarted | CheckpointCommitted | CheckpointSkipped | Diagnosis | Decision | AttemptEnded
          | RunEnded)

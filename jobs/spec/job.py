@@ -3,6 +3,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jobs.spec.model import AttentionConvention, ModelSpec
+from jobs.spec.own_model import OwnModel
 from jobs.spec.parallel import Layout
 from jobs.spec.training import CheckpointSpec, DataSpec, TrainingSpec
 
@@ -33,18 +34,20 @@ class JobSpec:
     run_dir: str
     device: Device
     world_size: int
-    # What is trained. None where `command` runs a trainer of the user's own.
-    model: ModelSpec | None = None
+    # What is trained. None where `command` or `entrypoint` runs a trainer of the user's own.
+    model: ModelSpec | OwnModel | None = None
     layout: Layout | None = None
     training: TrainingSpec | None = None
-    data: DataSpec | None = None
-    tokens_path: str | None = None  # the memory-mapped token file made from `data`
+    data: DataSpec | None = None  # of token files: what was text in the config lies tokenized in the run's directory
     checkpoint: CheckpointSpec
     resume_step: int | None  # newest committed checkpoint; None starts from step 0
     peak_tflops: float  # of one rank, for MFU
     mfu_convention: AttentionConvention = "causal"
     faults: tuple[FaultSpec, ...] = ()
     command: tuple[str, ...] | None = None  # exec'd instead of the built-in trainer
+    entrypoint: str | None = None  # package.module:function, called instead of it in the forked rank
+    arguments: tuple[str, ...] = ()  # of the entry point, as sys.argv[1:]
+    workdir: str | None = None  # where code of the user's own runs, and first on its import path
     dist_timeout_s: float = 600.0  # of a collective
     threads_per_rank: int | None = None  # OMP_NUM_THREADS; None: the node's CPUs / its ranks
 

@@ -58,7 +58,8 @@ class ModelSpec:
     qk_norm: bool = False  # RMSNorm on each head's queries and keys (Qwen 3)
     positions: Literal["rotary", "learned"] = "rotary"
     max_positions: int | None = None  # rows of learned positions
-    dropout: float = 0.0
+    dropout: float = 0.0  # of embeddings and of what attention and feed-forward give
+    attention_dropout: float = 0.0  # of attention's weights, behind softmax: no fused kernel does that here
     embedding_scale: bool = False  # embeddings times √dim (Gemma)
     attention_scale: float | None = None  # on QKᵀ; None: 1/√head_dim
     attention_softcap: float | None = None

@@ -43,8 +43,9 @@ class RunDir:
         return self.path / "supervisor.json"
 
     @property
-    def tokens(self) -> Path:
-        return self.path / "data" / "tokens.bin"
+    def data(self) -> Path:
+        """Token files made of the run's text."""
+        return self.path / "data"
 
     @property
     def checkpoints(self) -> Path:

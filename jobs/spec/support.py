@@ -80,8 +80,9 @@ def model_problems(model: ModelSpec) -> list[Problem]:
     def refuse(where: str, value: Any, message: str) -> None:
         found.append(Problem(where=f"model.{where}", value=value, message=message))
 
-    if not 0 <= model.dropout < 1:
-        refuse("dropout", model.dropout, "is not a probability below 1")
+    for name in ("dropout", "attention_dropout"):
+        if not 0 <= (p := getattr(model, name)) < 1:
+            refuse(name, p, "is not a probability below 1")
     if model.sliding_window is not None and model.global_every < 2:
         refuse("global_every", model.global_every, "makes every layer global, and sliding_window without effect; "
                "set 2 or more, or sliding_window=none")

@@ -7,15 +7,42 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DataSpec:
-    """Text files, read as bytes and memory-mapped as one token file.
-
-    `path` is a folder or a file; `${python_stdlib:}` in YAML is the running Python's own library.
-    """
+class SourceSpec:
+    """A token file (PREFIX.bin, with PREFIX.idx beside it), or text that is read as bytes: a file or a folder."""
 
     path: str
-    pattern: str = "**/*"  # glob below `path`
+    weight: float = 1.0  # share of the samples, relative to the other sources' weights
+    pattern: str = "**/*"  # glob below `path`, where it is a folder
     exclude: tuple[str, ...] = ()  # path parts that are skipped, e.g. site-packages
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataSpec:
+    """One source, `path`, or a mixture of `sources`.
+
+    A path is that of a token file, or its prefix, or of text; `${python_stdlib:}` in YAML is the running Python's own
+    library.
+    """
+
+    path: str | None = None
+    pattern: str = "**/*"  # of `path`, as is `exclude`; see SourceSpec
+    exclude: tuple[str, ...] = ()
+    sources: list[SourceSpec] = field(default_factory=list)
+    max_epochs: float | None = None  # a run that would see a source more often is refused; None: as often as it takes
+    document_mask: bool = False  # a token sees its own document only, and positions restart with each document
+    # What the last token of a document is trained on: the next document's first token, or nothing. auto: nothing where
+    # documents are masked. Tokens that train on nothing still count in the mean: the others weigh as much as ever.
+    document_ends: Literal["auto", "predict", "ignore"] = "auto"
+
+    @property
+    def all_sources(self) -> list[SourceSpec]:
+        if self.path is None:
+            return self.sources
+        return [SourceSpec(path=self.path, pattern=self.pattern, exclude=self.exclude)]
+
+    @property
+    def ignores_document_ends(self) -> bool:
+        return self.document_mask if self.document_ends == "auto" else self.document_ends == "ignore"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +71,7 @@ class TrainingSpec:
     initial_weights: str | None = None  # folder of Hugging Face safetensors to start from; None: random, from the seed
     param_dtype: DType = "float32"  # forward and backward; master weights stay float32
     reduce_dtype: DType = "float32"  # gradient reduction
+    compile: bool = False  # torch.compile of each layer: a first step of many seconds, and fewer and larger kernels
     z_loss: float = 0.0  # weight of the mean of log²(Σ exp(logits)) in the loss (PaLM, arXiv:2204.02311, §5: 1e-4)
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from jobs.spec.events import (AgentLost, AttemptStarted, CheckpointCommitted, Decision, Diagnosis, Event, RankError,
-                              RankExit, RunEnded, RunStarted, StepReport)
+from jobs.spec.events import (OWN_LAYOUT, AgentLost, AttemptStarted, CheckpointCommitted, CheckpointSaved, Decision,
+                              Diagnosis, Event, RankError, RankExit, RunEnded, RunStarted, StepReport)
 from orchestrator.monitoring.history import Submission
 
 
@@ -54,20 +54,28 @@ def goodput(events: list[Event], *, submissions: Sequence[Submission] = (), now:
 def kept_steps(events: list[Event]) -> dict[int, int | None]:
     """Per attempt, the last step whose result outlived the attempt; None if nothing limits it (yet).
 
-    A later attempt keeps what lies at or below the step it resumed from. A run that failed or was stopped
-    keeps what a committed checkpoint covers.
+    A later attempt keeps what lies at or below the step it resumed from; where a trainer of the user's own has told
+    of no checkpoint, what lies below its first step. A run that failed or was stopped keeps what a checkpoint covers.
     """
     kept: dict[int, int | None] = {}
     committed = 0
+    own = silent = False  # silent: nothing is known yet of where this attempt goes on
     for event in events:
         if isinstance(event, AttemptStarted):
-            _limit(kept, event.resume_step or 0)
+            own = event.layout == OWN_LAYOUT
+            silent = own and event.resume_step is None
+            if not silent:
+                _limit(kept, event.resume_step or 0)
             kept[event.attempt] = None
-        elif isinstance(event, CheckpointCommitted):
+        elif isinstance(event, StepReport) and silent:
+            silent = False
+            _limit(kept, event.step - 1)
+            kept[event.attempt] = None
+        elif isinstance(event, CheckpointCommitted | CheckpointSaved):
             committed = max(committed, event.step)
-        elif isinstance(event, Decision) and event.act == "restart":
+        elif isinstance(event, Decision) and event.act == "restart" and (event.resume_step is not None or not own):
             _limit(kept, event.resume_step or 0)
-        elif isinstance(event, RunEnded) and event.state != "completed":
+        elif isinstance(event, RunEnded) and event.state != "completed" and not (own and committed == 0):
             _limit(kept, committed)
     return kept
 
@@ -166,12 +174,12 @@ class _Walk:
 
     def step(self, event: StepReport) -> None:
         end_us = _us(event.t)
-        begin_us = end_us - _us(event.step_time_s)
+        begin_us = end_us - _us(event.step_time_s or 0.0)
         if self.phase == "training":
             self.gap(begin_us)
         else:
             self.spend(begin_us, self.part)
-        self.spend(min(self.cursor_us + _us(event.checkpoint_s), end_us), "checkpoint_stall_s")
+        self.spend(min(self.cursor_us + _us(event.checkpoint_s or 0.0), end_us), "checkpoint_stall_s")
         kept = is_kept(event.step, attempt=event.attempt, kept=self.kept)
         self.spend(end_us, "productive_s" if kept else "lost_work_s")
         self.steps[kept] += 1

@@ -80,13 +80,13 @@ def throughput_figure(events: Sequence[Event], *, title: str) -> Figure:
     kept = kept_steps(list(events))
     attempts = _by_attempt(events)
     good = [s for steps in attempts.values() for s in steps if is_kept(s.step, attempt=s.attempt, kept=kept)]
-    convention = next(s.mfu_convention for steps in attempts.values() for s in steps)
+    convention = next((s.mfu_convention for steps in attempts.values() for s in steps if s.mfu_convention), "unknown")
     panels = ((upper, "tokens_per_s", "tokens/s", "{:,.0f} tokens/s"), (lower, "mfu", f"MFU ({convention})", "{:.1%}"))
     for axes, name, label, form in panels:
         for n, steps in attempts.items():
             axes.plot([s.step for s in steps], [getattr(s, name) for s in steps], color=COLORS[(n - 1) % len(COLORS)],
                       lw=1.3, marker="o" if len(steps) < 80 else None, ms=2.5, label=f"attempt {n}")
-        values = [getattr(s, name) for s in good if math.isfinite(getattr(s, name))]
+        values = [value for s in good if (value := getattr(s, name)) is not None and math.isfinite(value)]
         if values:
             middle = median(values)
             axes.axhline(middle, color=INK, lw=0.8, ls=(0, (4, 3)))
@@ -171,7 +171,8 @@ def _mark_checkpoints(axes: Axes, events: Sequence[Event]) -> None:
 
 
 def _mark_not_finite(axes: Axes, events: Sequence[Event]) -> None:
-    steps = [event.step for event in events if isinstance(event, StepReport) and not math.isfinite(event.loss)]
+    steps = [event.step for event in events if isinstance(event, StepReport) and event.loss is not None
+             and not math.isfinite(event.loss)]
     if steps:
         axes.plot(steps, [0.97] * len(steps), transform=axes.get_xaxis_transform(), ls="none", marker="x", ms=6,
                   color="#c2453d", label="loss is not a number")

@@ -15,13 +15,13 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from jobs.spec.events import (AttemptStarted, CheckpointCommitted, CheckpointSkipped, Decision, Diagnosis, Event,
+from jobs.spec.events import (AttemptStarted, CheckpointCommitted, CheckpointSaved, CheckpointSkipped, Decision, Diagnosis, Event,
                               NodeSample, RankError, RunEnded, RunStarted, StepReport)
 from jobs.spec.rundir import RunDir
 from orchestrator.monitoring.goodput import PARTS, Goodput
 from orchestrator.monitoring.summary import RunSummary
 from orchestrator.monitoring.wandb_files import wandb_location
-from orchestrator.monitoring.wording import KIND_STYLE, PART_STYLE, STATE_STYLE, duration
+from orchestrator.monitoring.wording import KIND_STYLE, PART_STYLE, STATE_STYLE, duration, shown
 
 T = TypeVar("T")
 BAR_WIDTH = 64  # characters of the goodput bar
@@ -108,9 +108,10 @@ def _steps(events: Sequence[Event], *, count: int) -> Table:
     for column in table.columns:
         column.justify = "right"
     for s in _all(events, StepReport)[-count:]:
-        table.add_row(f"{s.step}", f"{s.attempt}", f"{s.loss:.4f}", f"{s.grad_norm:.3f}", f"{s.lr:.2e}",
-                      f"{s.step_time_s:.3f} s", f"{s.tokens_per_s:,.0f}", f"{s.mfu:.1%}",
-                      f"{s.peak_memory_bytes / GIB:.2f} GiB")
+        memory = None if s.peak_memory_bytes is None else s.peak_memory_bytes / GIB
+        table.add_row(f"{s.step}", f"{s.attempt}", shown(s.loss, ".4f"), shown(s.grad_norm, ".3f"), shown(s.lr, ".2e"),
+                      shown(s.step_time_s, ".3f", unit=" s"), shown(s.tokens_per_s, ",.0f"), shown(s.mfu, ".1%"),
+                      shown(memory, ".2f", unit=" GiB"))
     return table
 
 
@@ -142,6 +143,8 @@ def _per_gpu(values: Sequence[float | None], form: str) -> str:
 def _checkpoints(events: Sequence[Event], *, run_dir: RunDir) -> Text:
     text = Text.assemble(("checkpoints  ", "bold"))
     committed = _all(events, CheckpointCommitted)
+    if not committed and (saved := _last(events, CheckpointSaved)):
+        return text.append(f"its trainer's own; the newest holds step {saved.step}, since {_clock(saved.t)}")
     if not committed:
         return text.append("none committed yet")
     newest = committed[-1]

@@ -64,7 +64,7 @@ def summarize(events: Sequence[Event], *, run_dir: RunDir, submissions: Sequence
     steps = [event for event in events if isinstance(event, StepReport)]
     kept = kept_steps(events)
     productive = [s for s in steps if is_kept(s.step, attempt=s.attempt, kept=kept)]
-    losses = {s.step: s.loss for s in steps}
+    losses = {s.step: s.loss for s in steps if s.loss is not None}
     final_step = _final_step(events)
     starts = [event for event in events if isinstance(event, RunStarted)]
     state = _state(events, job_state=job_state)
@@ -142,8 +142,8 @@ def _last(events: list[Event], kind: type[T]) -> T | None:
     return next((event for event in reversed(events) if isinstance(event, kind)), None)
 
 
-def _median(values: Iterable[float]) -> float | None:
-    known = [value for value in values if math.isfinite(value)]
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None and math.isfinite(value)]
     return median(known) if known else None
 
 

@@ -54,12 +54,15 @@ class Rows:
     def _step(self, event: StepReport) -> dict[str, Any]:
         # Where a step's predecessor is unknown (a trainer that reports only some steps), count from the last.
         before = self.tokens.get(event.step - 1, self.tokens[max(self.tokens)])
-        self.tokens[event.step] = before + event.tokens
+        self.tokens[event.step] = before + (event.tokens or 0)
         same = ("step", "loss", "grad_norm", "lr", "step_time_s", "data_s", "forward_backward_s", "optimizer_s",
                 "checkpoint_s", "tokens_per_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu")
         values = {f"train/{name}": getattr(event, name) for name in same}
-        return values | {"train/peak_memory_gib": event.peak_memory_bytes / GIB, "tokens": self.tokens[event.step],
-                         "by_tokens/loss": event.loss}
+        if event.peak_memory_bytes is not None:
+            values["train/peak_memory_gib"] = event.peak_memory_bytes / GIB
+        if event.tokens is not None:
+            values |= {"tokens": self.tokens[event.step], "by_tokens/loss": event.loss}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def attempts_table(summary: RunSummary) -> list[list[Any]]:

@@ -19,6 +19,11 @@ PART_STYLE = {
 }
 
 
+def shown(value: float | None, form: str, *, unit: str = "") -> str:
+    """A figure, or a dash where it is unknown."""
+    return "–" if value is None else f"{value:{form}}{unit}"
+
+
 def duration(seconds: float) -> str:
     """4.2 s, 3 min 07 s, 5 h 12 min, 2 d 03 h"""
     if seconds < 59.95:

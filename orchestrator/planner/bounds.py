@@ -5,7 +5,8 @@ and the communication of tp, cp and ep, one layer at a time; the pipeline of the
 data parallelism behind the compute that may hide them. `price` can only add to them.
 """
 import functools
-from dataclasses import astuple, dataclass
+import math
+from typing import NamedTuple
 
 from jobs.spec.parallel import V_SCHEDULES, ZERO_BUBBLE_SCHEDULES, Layout, ParallelDims
 from jobs.spec.training import DTYPE_BYTES
@@ -17,8 +18,8 @@ from orchestrator.planner.question import Question
 from orchestrator.planner.software import OURS
 from orchestrator.planner.parts import Pass, Shape, Variant
 from orchestrator.planner.stages import stage_cost
-from orchestrator.planner.timeline import StageTimes, lower_bound_s, pipeline_s
-from orchestrator.planner.weights import ends_params, expert_weights, layer_kinds, layer_weights
+from orchestrator.planner.timeline import StageTimes, lower_bound_s
+from orchestrator.planner.weights import ends_params, expert_weights, layer_kinds, layer_weights, like_layers
 
 ROUNDING = 1 - 1e-9  # bounds add the same figures as prices, in another order
 # Rank r waits for r stages of as many as there are: on the mean half of them, less where the split is uneven.
@@ -27,14 +28,26 @@ EDGE_SHARE = 0.99  # of a unit's collective: that of a unit's weights alone is a
 STATE_BYTES = 12  # per parameter: float32 master and two moments, however they are sharded
 
 
-@dataclass(frozen=True, slots=True)
-class Sharding:
+class Sharding(NamedTuple):
     """How data parallelism treats the weights."""
 
     dims: ParallelDims
     zero_stage: int
     reduce_every_microbatch: bool
     layers_per_unit: int
+
+
+class Rest(NamedTuple):
+    """What data parallelism does on the mean pipeline rank."""
+
+    reduce_s: float  # all gradients once
+    gather_s: float  # all weights once
+    reduce_edge_s: float  # one collective of each, which has nothing to hide behind
+    gather_edge_s: float
+    update_s: float  # optimizer, and the host between steps
+    # the share of the weights that stays gathered from a forward to the backward that begins behind it: the last unit,
+    # and the output projection
+    kept: float
 
 
 class Bounds:
@@ -47,7 +60,6 @@ class Bounds:
         kinds = layer_kinds(self.model, 0, self.model.num_layers)
         self._kind_of = {(self.model.is_moe(layer), self.model.window(layer)): layer for layer, _ in kinds}
         self._counts = kinds
-        self.pipeline_s = functools.cache(self._pipeline_seconds)
         self._kind_s = functools.cache(self._kind_seconds)
         self.stage_s = functools.cache(self._stage_s)
         self.kept_bytes = functools.cache(self._kept_bytes)
@@ -56,7 +68,8 @@ class Bounds:
         self._split_stages = functools.cache(self._stages_of)
         self._weights = functools.cache(self._dense_weights)
         self._experts = functools.cache(self._expert_weights)
-        self._collectives = functools.cache(self._collective_seconds)
+        self.rest = functools.cache(self._rest)
+        self._least_rest = functools.cache(self._least_of)
 
     # -------------------------------------------------------------- time
     def compute_s(self, shape: Shape, one: Pass) -> float:
@@ -82,64 +95,70 @@ class Bounds:
 
     def closed_s(self, shape: Shape, variant: Variant, one: Pass) -> float:
         """Of the step, in closed form: the pipeline filled and drained once."""
-        stages = self._stages(shape, variant, one)
+        stages = self.stages(shape, variant, one)
         return ROUNDING * lower_bound_s(variant.schedule, stages=stages, virtual_stages=variant.virtual_stages,
                                         num_microbatches=variant.num_microbatches)
-
-    def _pipeline_seconds(self, shape: Shape, variant: Variant, one: Pass) -> float:
-        """Of the step, from the timeline: what data parallelism adds can only lengthen it."""
-        stages = self._stages(shape, variant, one)
-        return ROUNDING * pipeline_s(variant.schedule, stages=stages, virtual_stages=variant.virtual_stages,
-                                     num_microbatches=variant.num_microbatches)
 
     def data_parallel_s(self, sharding: Sharding, variant: Variant, one: Pass) -> float:
         """What reductions, gathers and the optimizer add at least on the mean rank: of the step, beyond its
         pipeline."""
-        dims, m = sharding.dims, variant.num_microbatches
-        reduce_s, gather_s, reduce_edge_s, gather_edge_s, kept = self._collectives(dims, sharding.layers_per_unit)
-        update_s = optimizer_s(self._weights(dims.tp) / (dims.pp * dims.fsdp), chip=self._chip)
-        update_s += constants.STEP_OVERHEAD_S[self._chip.device]
-        if self.question.cluster.device == "cpu":  # nothing hides
-            every = m if sharding.reduce_every_microbatch else 1
-            passes = (2 - kept) * m if sharding.zero_stage == 3 and dims.pp == 1 else 1
-            return ROUNDING * (every * reduce_s + passes * gather_s + update_s)
-        forward_s, backward_s = (seconds / dims.pp for seconds in self._covers(one)[:2])
-        every = m if sharding.reduce_every_microbatch else 1
-        found = every * _beyond(reduce_s, backward_s, reduce_edge_s)
-        if sharding.zero_stage == 3 and dims.pp == 1:
-            found += m * (_beyond(gather_s, forward_s, gather_edge_s)
-                          + _beyond((1 - kept) * gather_s, backward_s, gather_edge_s))
-        else:
-            found += _beyond(gather_s, forward_s, gather_edge_s)
-        return ROUNDING * (found + update_s)
+        rest = self.rest(sharding.dims, sharding.layers_per_unit)
+        return self._added_s(rest, sharding.dims.pp, sharding.zero_stage, sharding.reduce_every_microbatch,
+                             variant.num_microbatches, one)
 
-    def _stages(self, shape: Shape, variant: Variant, one: Pass) -> tuple[StageTimes, ...]:
+    def least_rest_s(self, every: tuple[ParallelDims, ...], shardings: tuple[tuple[int, int, bool], ...],
+                     variant: Variant, one: Pass) -> float:
+        """As data_parallel_s, of any of these ways to shard, all with the same degrees but dp_shard."""
+        rest = self._least_rest(every, tuple(sorted({unit for _, unit, _ in shardings})))
+        return min((self._added_s(rest, every[0].pp, zero, each, variant.num_microbatches, one)
+                    for zero, each in {(zero, each) for zero, _, each in shardings}), default=math.inf)
+
+    def _added_s(self, rest: Rest, pp: int, zero_stage: int, each: bool, m: int, one: Pass) -> float:
+        every = m if each else 1
+        if self.question.cluster.device == "cpu":  # nothing hides
+            passes = (2 - rest.kept) * m if zero_stage == 3 and pp == 1 else 1
+            return ROUNDING * (every * rest.reduce_s + passes * rest.gather_s + rest.update_s)
+        forward_s, backward_s = (seconds / pp for seconds in self._covers(one)[:2])
+        found = every * _beyond(rest.reduce_s, backward_s, rest.reduce_edge_s)
+        if zero_stage == 3 and pp == 1:
+            found += m * (_beyond(rest.gather_s, forward_s, rest.gather_edge_s)
+                          + _beyond((1 - rest.kept) * rest.gather_s, backward_s, rest.gather_edge_s))
+        else:
+            found += _beyond(rest.gather_s, forward_s, rest.gather_edge_s)
+        return ROUNDING * (found + rest.update_s)
+
+    def _least_of(self, every: tuple[ParallelDims, ...], units: tuple[int, ...]) -> Rest:
+        """Of each figure the best."""
+        *seconds, kept = zip(*(self.rest(dims, unit) for dims in every for unit in units))
+        return Rest(*map(min, seconds), max(kept))
+
+    def stages(self, shape: Shape, variant: Variant, one: Pass) -> tuple[StageTimes, ...]:
         return self._split_stages(one, shape.pp, variant.layers_per_stage)
 
     def _stages_of(self, one: Pass, pp: int, layers_per_stage: tuple[int, ...]) -> tuple[StageTimes, ...]:
         send_s = self._send_s(pp, one)
         last, known, found, start = len(layers_per_stage) - 1, {}, [], 0
         for stage, layers in enumerate(layers_per_stage):
-            key = (layers, stage == 0, stage == last, start if len(self._counts) > 1 else 0)
+            key = (like_layers(self.model, start, start + layers), stage == 0, stage == last)
             if key not in known:
-                known[key] = self.stage_s(one, start if len(self._counts) > 1 else 0, *key[:3], send_s)
+                known[key] = self.stage_s(one, *key, send_s)
             found.append(known[key])
             start += layers
         return tuple(found)
 
-    def _stage_s(self, one: Pass, start: int, layers: int, first: bool, last: bool, send_s: float) -> StageTimes:
-        parts = [(count, self.layer_s(one, layer)) for layer, count in layer_kinds(self.model, start, start + layers)]
+    def _stage_s(self, one: Pass, layers: tuple[tuple, ...], first: bool, last: bool, send_s: float) -> StageTimes:
+        parts = [(count, self.layer_s(one, self._kind_of[moe, window])) for moe, window, count in layers]
         parts += [(1, self.layer_s(one, end)) for end, here in ((-1, first), (-2, last)) if here]
         forward_s, backward_s, weights_s = (sum(n * part[i] for n, part in parts) for i in range(3))
         return StageTimes(forward_s=forward_s, backward_s=backward_s, weights_s=weights_s, send_s=send_s)
 
     def layer_s(self, one: Pass, layer: int) -> tuple[float, float, float]:
-        """Forward, backward and its part for the weights, of one layer; −1 is the first end of the model, −2 the
-        last."""
-        if layer >= 0:
-            layer = self._kind_of[self.model.is_moe(layer), self.model.window(layer)]
-        if layer < 0 or not self.model.is_moe(layer):  # ep is nothing to it
-            one = Pass(one.tp, one.cp, 1, *astuple(one)[3:])
+        """Forward, backward and its part for the weights, of one layer, the first of its kind; −1 is the first end of
+        the model, −2 the last."""
+        if layer < 0:  # nor is it ever computed again, or split along with keys and values
+            one = one._replace(ep=1, recompute="none", cp_method="ring")
+        elif not self.model.is_moe(layer):  # ep is nothing to it
+            one = one._replace(ep=1)
         return self._kind_s(one, layer)
 
     def _kind_seconds(self, one: Pass, layer: int) -> tuple[float, float, float]:
@@ -197,10 +216,7 @@ class Bounds:
         return sum(count * expert_weights(self.model, layer, dims=ParallelDims(tp=tp, ep=ep))
                    for layer, count in self._counts)
 
-    def _collective_seconds(self, dims: ParallelDims, layers_per_unit: int) -> tuple[float, float, float, float, float]:
-        """Reducing all gradients once, and gathering all weights once, on the mean pipeline rank; one collective of
-        each, which has nothing to hide behind; and the share of the weights that stays gathered from a forward to the
-        backward that begins behind it: the last unit, and the output projection."""
+    def _rest(self, dims: ParallelDims, layers_per_unit: int) -> Rest:
         cluster = self.question.cluster
         weights = self._weights(dims.tp) / dims.pp
         units = max(1.0, self.model.num_layers / dims.pp / layers_per_unit)
@@ -213,8 +229,10 @@ class Bounds:
         heaviest = max(layer_weights(self.model, layer, dims=ParallelDims(tp=dims.tp)).dense
                        for layer, _ in self._counts)
         last = ends_params(self.model, tp=dims.tp, first=False, last=True) + layers_per_unit * heaviest
-        return (units * (scatter_s + sum_s), units * gather_s, edge * max(scatter_s, sum_s), edge * gather_s,
-                min(1.0, last / weights))
+        update_s = optimizer_s(self._weights(dims.tp) / (dims.pp * dims.fsdp), chip=self._chip)
+        return Rest(reduce_s=units * (scatter_s + sum_s), gather_s=units * gather_s,
+                    reduce_edge_s=edge * max(scatter_s, sum_s), gather_edge_s=edge * gather_s,
+                    update_s=update_s + constants.STEP_OVERHEAD_S[self._chip.device], kept=min(1.0, last / weights))
 
     def _lightest_unit(self, tp: int) -> int:
         """Dense weights of the lightest layer on one tp rank."""

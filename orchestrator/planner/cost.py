@@ -1,15 +1,19 @@
 """Seconds of one optimizer step of one layout: the pipeline's timeline of its stages, reductions, optimizer.
 
-Called by the search: `bound` for every legal layout, `price` for those that may win. Knows what stages, schedules
-and memory say; it never sees why a layout was proposed.
+Called by the search: `step_costs` for layouts that may win, `price` for those that are shown. Knows what stages,
+schedules and memory say; it never sees why a layout was proposed.
 """
 import dataclasses
+import functools
+import itertools
+import operator
+from collections import Counter
 from dataclasses import dataclass
 
 from jobs.spec.counts import (attention_flops_per_token, embedding_params, matmul_params,
                               model_flops_per_token)
 from jobs.spec.model import AttentionConvention, ModelSpec
-from jobs.spec.parallel import Layout
+from jobs.spec.parallel import V_SCHEDULES, Layout, Schedule
 from jobs.spec.training import TrainingSpec
 from orchestrator.cluster import ClusterSpec
 from orchestrator.planner import constants
@@ -18,10 +22,11 @@ from orchestrator.planner.compute import Chip, Shape, chip_of, optimizer_s, shap
 from orchestrator.planner.links import expert_shards
 from orchestrator.planner.memory import stage_memory
 from orchestrator.planner.plan import Prediction, StageMemory, Transfer
+from orchestrator.planner.schedules import peak_held, stages_of
 from orchestrator.planner.software import OURS, Software
-from orchestrator.planner.stages import StageCost, compute_times, stage_cost
-from orchestrator.planner.timeline import StageTimes, Timeline, lower_bound_s, pipeline_s, timeline
-from orchestrator.planner.weights import rank_weights
+from orchestrator.planner.stages import StageCost, stage_cost
+from orchestrator.planner.timeline import StageTimes, Timeline, pipeline_s, timeline
+from orchestrator.planner.weights import like_layers, rank_weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,22 +42,34 @@ class Priced:
         return self.predicted.memory_gib <= self.predicted.memory_limit_gib
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCosts:
+    """Of one step, before its pipeline is run."""
+
+    stages: tuple[StageCost, ...]
+    tail_s: float  # reductions behind the last backward
+    update_s: float
+
+    def times(self, *, sends: bool = True) -> tuple[StageTimes, ...]:
+        known: dict[int, StageTimes] = {}  # most stages share their cost
+        for one in self.stages:
+            if id(one) not in known:
+                known[id(one)] = one.times(sends=sends)
+        return tuple(known[id(one)] for one in self.stages)
+
+
 def price(model: ModelSpec, layout: Layout, *, training: TrainingSpec, cluster: ClusterSpec, headroom: float,
-          convention: AttentionConvention, software: Software = OURS, in_parts: bool = True) -> Priced:
-    """Predict one layout. Step time = the pipeline's timeline + reductions that nothing hides + the optimizer.
-    `in_parts=False` leaves waiting for messages in the bubble: half the work, the same step time."""
+          convention: AttentionConvention, software: Software = OURS) -> Priced:
+    """Predict one layout. Step time = the pipeline's timeline + reductions that nothing hides + the optimizer."""
     m, pp = layout.num_microbatches, layout.dims.pp
-    chip = chip_of(cluster, training=training, software=software)
-    stages = _stage_costs(model, layout, training=training, cluster=cluster, chip=chip, software=software)
-    ranks = [[stages[s] for s in layout.stages(rank)] for rank in range(pp)]
+    costs = step_costs(model, layout, training=training, cluster=cluster, software=software)
+    ranks = [[costs.stages[s] for s in layout.stages(rank)] for rank in range(pp)]
     work = [m * sum(one.compute_s + one.exposed_s for one in rank) for rank in ranks]
     busiest = max(range(pp), key=work.__getitem__)
-    whole_s = _pipeline_s(layout, stages, sends=True)
-    apart = in_parts and any(one.send_s for one in stages)
-    unhindered_s = _pipeline_s(layout, stages, sends=False) if apart else whole_s
-    tail_s = max(sum(one.tail_s for one in rank) for rank in ranks)
-    update_s = _update_s(model, layout, chip=chip)
-    step_s = whole_s + tail_s + update_s
+    whole_s = _pipeline_s(layout, costs.times())
+    apart = any(one.send_s for one in costs.stages)
+    unhindered_s = _pipeline_s(layout, costs.times(sends=False)) if apart else whole_s
+    step_s = whole_s + costs.tail_s + costs.update_s
     memory = heaviest(model, layout, training=training, cluster=cluster, software=software)
     per_gpu = training.global_batch_size * training.seq_len / step_s / layout.dims.world_size
     flops = model_flops_per_token(model, seq_len=training.seq_len, convention=convention)
@@ -68,9 +85,9 @@ def price(model: ModelSpec, layout: Layout, *, training: TrainingSpec, cluster: 
         mfu_convention=convention,
         hfu=per_gpu * executed / peak,
         compute_s=m * sum(one.compute_s for one in ranks[busiest]),
-        exposed_communication_s=m * sum(one.exposed_s for one in ranks[busiest]) + whole_s - unhindered_s + tail_s,
+        exposed_communication_s=m * sum(one.exposed_s for one in ranks[busiest]) + whole_s - unhindered_s + costs.tail_s,
         bubble_s=unhindered_s - work[busiest],
-        optimizer_s=update_s,
+        optimizer_s=costs.update_s,
         bubble_fraction=(unhindered_s - work[busiest]) / whole_s,
         memory_gib=memory.total_gib,
         memory_stage=memory.stage,
@@ -79,23 +96,13 @@ def price(model: ModelSpec, layout: Layout, *, training: TrainingSpec, cluster: 
     return Priced(layout=layout, predicted=predicted, transfers=_waiting(ranks[busiest], whole_s - unhindered_s))
 
 
-def bound(model: ModelSpec, layout: Layout, *, training: TrainingSpec, cluster: ClusterSpec,
-          software: Software = OURS) -> float:
-    """Seconds that the step cannot beat: compute, filled and drained once, and the optimizer. Never above
-    price(…).predicted.step_time_s; some tens of microseconds once the shapes of its layers are known."""
+def step_costs(model: ModelSpec, layout: Layout, *, training: TrainingSpec, cluster: ClusterSpec,
+               software: Software = OURS) -> StepCosts:
+    """What the step of one layout is put together from."""
     chip = chip_of(cluster, training=training, software=software)
-    shape = shape_of(layout, seq_len=training.seq_len)
-    known: dict[tuple, StageTimes] = {}
-    times = []
-    for stage, layers in enumerate(layout.layers_per_stage):
-        key = (layers, stage == 0, stage == layout.num_stages - 1, model.moe is None or stage)
-        if key not in known:
-            one = compute_times(model, layout, stage=stage, shape=shape, chip=chip, software=software)
-            known[key] = StageTimes(forward_s=one.forward_s, backward_s=one.backward_s, weights_s=one.weights_s)
-        times.append(known[key])
-    pipeline = lower_bound_s(layout.schedule, stages=tuple(times), virtual_stages=layout.virtual_stages,
-                             num_microbatches=layout.num_microbatches)
-    return pipeline + _update_s(model, layout, chip=chip)
+    stages = _stage_costs(model, layout, training=training, cluster=cluster, chip=chip, software=software)
+    tail_s = max(sum(stages[s].tail_s for s in layout.stages(rank)) for rank in range(layout.dims.pp))
+    return StepCosts(stages=tuple(stages), tail_s=tail_s, update_s=_update_s(model, layout, chip=chip))
 
 
 def heaviest(model: ModelSpec, layout: Layout, *, training: TrainingSpec, cluster: ClusterSpec,
@@ -108,15 +115,13 @@ def heaviest(model: ModelSpec, layout: Layout, *, training: TrainingSpec, cluste
 def step_timeline(model: ModelSpec, layout: Layout, *, training: TrainingSpec, cluster: ClusterSpec,
                   software: Software = OURS) -> Timeline:
     """What every pipeline rank does when, for one step up to the reductions and the optimizer."""
-    chip = chip_of(cluster, training=training, software=software)
-    stages = _stage_costs(model, layout, training=training, cluster=cluster, chip=chip, software=software)
-    return timeline(layout.schedule, stages=tuple(one.times() for one in stages),
-                    virtual_stages=layout.virtual_stages, num_microbatches=layout.num_microbatches)
+    costs = step_costs(model, layout, training=training, cluster=cluster, software=software)
+    return timeline(layout.schedule, stages=costs.times(), virtual_stages=layout.virtual_stages, num_microbatches=layout.num_microbatches)
 
 
-def _pipeline_s(layout: Layout, stages: list[StageCost], *, sends: bool) -> float:
-    return pipeline_s(layout.schedule, stages=tuple(one.times(sends=sends) for one in stages),
-                      virtual_stages=layout.virtual_stages, num_microbatches=layout.num_microbatches)
+def _pipeline_s(layout: Layout, times: tuple[StageTimes, ...]) -> float:
+    return pipeline_s(layout.schedule, stages=times, virtual_stages=layout.virtual_stages,
+                      num_microbatches=layout.num_microbatches)
 
 
 def _waiting(rank: list[StageCost], waited_s: float) -> tuple[Transfer, ...]:
@@ -132,27 +137,50 @@ def _exposed(transfer: Transfer, exposed_s: float) -> Transfer:
 
 
 def _telling_ranks(model: ModelSpec, layout: Layout) -> tuple[int, ...]:
-    """Pipeline ranks one of which is the heaviest: both ends, and the earliest with the most layers (activations in
-    flight fall from rank to rank). Layers that differ make every rank worth a look."""
-    pp = layout.dims.pp
-    if model.moe is not None:
-        return tuple(range(pp))
-    layers = [sum(layout.layers_per_stage[s] for s in layout.stages(rank)) for rank in range(pp)]
-    return tuple(sorted({0, layers.index(max(layers)), pp - 1}))
+    """Pipeline ranks one of which is the heaviest."""
+    return _telling(model, layout.schedule, layout.dims.pp, layout.virtual_stages, layout.num_microbatches,
+                    layout.layers_per_stage)
+
+
+@functools.lru_cache(maxsize=16384)
+def _telling(model: ModelSpec, schedule: Schedule, pp: int, virtual_stages: int, num_microbatches: int,
+             layers_per_stage: tuple[int, ...]) -> tuple[int, ...]:
+    """Those that no other rank outdoes in everything that takes memory: ends of the model, layers of each kind,
+    microbatches held of a stage and of each kind of layer. Of equal ranks the first."""
+    if pp == 1:
+        return (0,)
+    starts = [0, *itertools.accumulate(layers_per_stage)]
+    takes: dict[tuple[int, ...], int] = {}
+    for rank in range(pp):
+        stages = stages_of(schedule, rank=rank, pp=pp, virtual_stages=virtual_stages)
+        held = peak_held(schedule, rank=rank, pp=pp, virtual_stages=virtual_stages, num_microbatches=num_microbatches)
+        layers: Counter = Counter()
+        for stage, count in zip(stages, held):
+            for moe, window, number in like_layers(model, starts[stage], starts[stage + 1]):
+                layers["layers", moe, window] += number
+                layers["held", moe, window] += number * count
+        kinds = [layers[what, moe, window] for moe, window, _ in like_layers(model, 0, model.num_layers)
+                 for what in ("layers", "held")]
+        takes.setdefault((rank == 0, len(layers_per_stage) - 1 in stages, sum(held), *kinds), rank)
+    found: list[tuple[int, ...]] = []
+    for one in sorted(takes, reverse=True):
+        if not any(all(map(operator.ge, other, one)) for other in found):
+            found.append(one)
+    return tuple(sorted(takes[one] for one in found))
 
 
 def _stage_costs(model: ModelSpec, layout: Layout, *, training: TrainingSpec, cluster: ClusterSpec, chip: Chip,
                  software: Software) -> list[StageCost]:
     """Cost of every stage; equal ones are computed once."""
     shape: Shape = shape_of(layout, seq_len=training.seq_len)
-    last = layout.num_stages - 1
+    last, pp = layout.num_stages - 1, layout.dims.pp
     known: dict[tuple, StageCost] = {}
-    costs = []
+    costs, start = [], 0
     for stage, layers in enumerate(layout.layers_per_stage):
-        turn = layout.dims.pp > 1 and any({stage, stage + 1} <= set(layout.stages(rank)) for rank in
-                                          range(layout.dims.pp))
-        kind = (layers, stage == 0, stage == last, gather_passes(layout, stage=stage), turn,
-                model.moe is None or stage)
+        turn = stage if layout.schedule in V_SCHEDULES and stage in (pp - 1, pp) else None  # of a V: sends nothing
+        kind = (stage == 0, stage == last, gather_passes(layout, stage=stage), turn,
+                like_layers(model, start, start + layers))
+        start += layers
         if kind not in known:
             known[kind] = stage_cost(model, layout, training=training, cluster=cluster, stage=stage, shape=shape,
                                      chip=chip, software=software)

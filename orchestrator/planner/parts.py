@@ -1,16 +1,16 @@
 """The parts of the space of layouts, from coarse to fine, and the ledger of what was refused on the way.
 
-Made by the enumeration, read by bounds and search. Data only: what is legal is the rules' to say.
+Made by the enumeration, read by bounds and search. Data only, tuples because they are looked up by the million: what
+is legal is the rules' to say.
 """
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from jobs.spec.load import Problem
 from jobs.spec.parallel import CpMethod, Recompute, Schedule
 from orchestrator.planner.plan import Refusal
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(NamedTuple):
     """The degrees that decide how much a rank computes, and in which portions."""
 
     world_size: int
@@ -23,8 +23,7 @@ class Shape:
     num_microbatches: int  # the least that hold the batch
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
+class Variant(NamedTuple):
     """How pipeline ranks share the layers and order their work."""
 
     schedule: Schedule
@@ -33,8 +32,7 @@ class Variant:
     layers_per_stage: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
+class Pass(NamedTuple):
     """How one microbatch passes one cp × tp group of ranks."""
 
     tp: int

@@ -8,17 +8,15 @@ DualPipeV (DeepSeek-V3, arXiv:2412.19437).
 """
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from jobs.spec.parallel import V_SCHEDULES, Schedule
 
 # F forward; B whole backward; I backward of the inputs alone, whose W, of the weights, follows later
 Kind = Literal["F", "B", "I", "W"]
 
-@dataclass(frozen=True, slots=True)
-class Action:
-    """One computation of one microbatch on one stage."""
+class Action(NamedTuple):
+    """One computation of one microbatch on one stage. A tuple, because searches make hundreds of thousands."""
 
     kind: Kind
     stage: int
@@ -200,7 +198,7 @@ def peak_held(schedule: Schedule, *, rank: int, pp: int, virtual_stages: int,
     if schedule == "1f1b":
         return (min(num_microbatches, pp - rank),)
     # more microbatches repeat the steady state: whole rounds of them hold no more
-    few = (2 * virtual_stages + 2) * pp
+    few = 4 * pp
     m = num_microbatches if num_microbatches <= few else few + num_microbatches % pp
     held = dict.fromkeys(stages, 0)
     peak = tuple(held.values())

@@ -8,19 +8,21 @@ dropped.
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from jobs.spec.model import AttentionConvention
 from jobs.spec.parallel import ZERO_BUBBLE_SCHEDULES, Layout, ParallelDims
-from orchestrator.planner.bounds import Bounds, Sharding
-from orchestrator.planner.cost import Priced, heaviest, price
+from orchestrator.planner.bounds import ROUNDING, Bounds, Sharding
+from orchestrator.planner.cost import Priced, StepCosts, heaviest, price, step_costs
 from orchestrator.planner.parts import Pass, Shape, Variant
 from orchestrator.planner.plan import GIB
 from orchestrator.planner.question import Question
 from orchestrator.planner.rules import zero_problems
 from orchestrator.planner.space import UNITS, Space
+from orchestrator.planner.timeline import StageTimes, pipeline_s
+from orchestrator.planner.ways import Ways
 
 MOST_DROPPED = 64  # remembered, to show what was too big
 
@@ -32,8 +34,8 @@ class Effort:
     shapes: int = 0
     variants: int = 0  # bounded at a glance
     closed: int = 0  # of these, in closed form
-    timelines: int = 0  # of variants
-    priced: int = 0  # layouts
+    priced: int = 0  # layouts, but for their pipeline
+    timelines: int = 0  # pipelines run
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,66 +45,102 @@ class Part:
     shape: Shape
     one: Pass
     variant: Variant | None = None
-    bounded: Literal["rough", "closed", "timeline"] = "rough"  # how closely it was looked at
+    bounded: Literal["rough", "closed", "way"] = "rough"  # how closely it was looked at
     rest_s: float = 0.0  # what data parallelism adds at least
+
+
+@dataclass(frozen=True, slots=True)
+class Costed:
+    """A layout that fits, with all of its costs but its pipeline's."""
+
+    layout: Layout
+    stages: tuple[StageTimes, ...]
+    rest_s: float  # of the step, beyond its pipeline
+    held_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A layout whose step time is known."""
+
+    layout: Layout
 
 
 class Search:
     """One question, with everything that is computed once and used often."""
 
-    def __init__(self, question: Question, *, headroom: float, convention: AttentionConvention) -> None:
+    def __init__(self, question: Question, *, headroom: float, convention: AttentionConvention,
+                 ways: Ways | None = None) -> None:
+        """`ways` of an earlier search spare this one their pipelines: they hold for any question."""
         self.question = question
         self.space = Space(question)
         self.bounds = Bounds(question)
         self.effort = Effort()
         self.headroom = headroom
         self.limit_bytes = question.cluster.gpu_memory_gib * (1 - headroom) * GIB
+        self.ways = ways or Ways()
         self._convention: AttentionConvention = convention
         self._dropped: list[Layout] = []  # too big, most promising first
         self._rests: dict[tuple, float] = {}  # of everything that it depends on
         self._shapes = tuple(self.space.shapes())
         self.effort.shapes = len(self._shapes)
 
-    def price(self, layout: Layout, *, in_parts: bool = True) -> Priced:
-        self.effort.priced += not in_parts
+    def price(self, layout: Layout) -> Priced:
         return price(self.question.model, layout, training=self.question.training, cluster=self.question.cluster,
-                     headroom=self.headroom, convention=self._convention, in_parts=in_parts)
+                     headroom=self.headroom, convention=self._convention)
 
     def heaviest_bytes(self, layout: Layout) -> float:
         """Memory of the rank that needs most."""
         return heaviest(self.question.model, layout, training=self.question.training,
                         cluster=self.question.cluster).total_bytes
 
+    def costs(self, layout: Layout) -> StepCosts:
+        return step_costs(self.question.model, layout, training=self.question.training, cluster=self.question.cluster)
+
     def again(self, question: Question) -> "Search":
         """The same of another question."""
-        return Search(question, headroom=self.headroom, convention=self._convention)
+        return Search(question, headroom=self.headroom, convention=self._convention, ways=self.ways)
 
     # -------------------------------------------------------------- what is fastest
-    def ranked(self, *, wanted: Callable[[Layout], bool] = lambda layout: True) -> Iterator[Priced]:
+    def ranked(self, *, wanted: Callable[[Layout], bool] = lambda layout: True,
+               possible: Callable[[Shape], bool] = lambda shape: True) -> Iterator[Priced]:
         """Layouts that fit and are wanted, fastest first; of equally fast ones the smaller. `wanted` is asked again
-        of everything that has not come out yet."""
+        of everything that has not come out yet; shapes that are not `possible` hold nothing that is wanted."""
         queue = _Queue()
         for shape in self._shapes:
-            for one in self.space.passes(shape):
-                if self.bounds.least_bytes(shape, one) <= self.limit_bytes:
-                    queue.push(self.bounds.compute_s(shape, one), Part(shape, one))
+            if possible(shape):
+                for one in self.space.passes(shape):
+                    if self.bounds.least_bytes(shape, one) <= self.limit_bytes:
+                        queue.push(self.bounds.compute_s(shape, one), Part(shape, one))
         while queue.entries:
             bound_s, item = queue.pop()
-            if isinstance(item, Priced):
-                if wanted(item.layout):
-                    yield self.price(item.layout)
+            if isinstance(item, Part):
+                if possible(item.shape):
+                    self._open(item, queue)
             elif isinstance(item, Layout):
-                if wanted(item) and self._fits(item):
-                    priced = self.price(item, in_parts=False)
-                    queue.push(priced.predicted.step_time_s, priced, rank=priced.predicted.memory_gib)
-            elif item.variant is None and item.bounded == "rough":
-                queue.push(self.bounds.passed_s(item.shape, item.one), replace(item, bounded="closed"))
-            elif item.variant is None:
-                self._open_shape(item, queue)
-            elif item.bounded == "timeline":
-                self._open_variant(item, queue)
-            else:
-                self._look_closer(item, queue)
+                if wanted(item):
+                    self._cost(item, bound_s, queue)
+            elif wanted(item.layout):
+                if isinstance(item, Timed):
+                    yield self.price(item.layout)
+                else:
+                    self._time(item, bound_s, queue)
+
+    def _open(self, part: Part, queue: "_Queue") -> None:
+        shape, one, variant = part.shape, part.one, part.variant
+        if variant is None and part.bounded == "rough":
+            queue.push(self.bounds.passed_s(shape, one), replace(part, bounded="closed"))
+        elif variant is None:
+            self._open_shape(part, queue)
+        elif part.bounded == "rough":
+            self.effort.closed += 1
+            rest_s = self._least_rest(shape, one, variant)
+            queue.push(self.bounds.closed_s(shape, variant, one) + rest_s, Part(shape, one, variant, "closed", rest_s))
+        elif part.bounded == "closed":
+            if self._held_bytes(self._lightest(part)) is not None:
+                queue.push(self._pipeline_s(part) + part.rest_s, replace(part, bounded="way"))
+        else:
+            self._open_variant(part, queue)
 
     def _open_shape(self, part: Part, queue: "_Queue") -> None:
         for variant in self.space.variants(part.shape, part.one.recompute):
@@ -110,38 +148,71 @@ class Search:
             if self.bounds.held_bytes(part.shape, variant, part.one) <= self.limit_bytes:
                 queue.push(self.bounds.rough_s(part.shape, variant, part.one), Part(part.shape, part.one, variant))
 
-    def _look_closer(self, part: Part, queue: "_Queue") -> None:
-        shape, one, variant = part.shape, part.one, part.variant
-        if part.bounded == "rough":
-            self.effort.closed += 1
-            rest_s = self._least_rest(shape, one, variant)
-            queue.push(self.bounds.closed_s(shape, variant, one) + rest_s, Part(shape, one, variant, "closed", rest_s))
-        elif self._fits(self._lightest(part)):
-            self.effort.timelines += 1
-            queue.push(self.bounds.pipeline_s(shape, variant, one) + part.rest_s, replace(part, bounded="timeline"))
-
     def _least_rest(self, shape: Shape, one: Pass, variant: Variant) -> float:
         """What data parallelism adds at least, whatever the way to shard."""
         key = (shape, one, variant.num_microbatches, variant.schedule in ZERO_BUBBLE_SCHEDULES,
                min(max(UNITS), max(variant.layers_per_stage)))
         if key not in self._rests:
-            self._rests[key] = min((self.bounds.data_parallel_s(Sharding(dims, zero, each, unit), variant, one)
-                                    for dims in self.space.dims(shape)
-                                    for zero, unit, each in self.space.shardings(dims, variant)), default=math.inf)
+            every = self.space.dims(shape)
+            shardings = tuple({sharding: None for dims in every for sharding in self.space.shardings(dims, variant)})
+            self._rests[key] = self.bounds.least_rest_s(every, shardings, variant, one)
         return self._rests[key]
 
+    def _pipeline_s(self, part: Part) -> float:
+        """What its pipeline takes at least, data parallelism left out."""
+        shape, variant = part.shape, part.variant
+        stages = self.bounds.stages(shape, variant, part.one)
+        least_s = self.ways.least_s(variant.schedule, stages=stages, virtual_stages=variant.virtual_stages,
+                                    num_microbatches=variant.num_microbatches)
+        return ROUNDING * max(least_s, self.bounds.closed_s(shape, variant, part.one))
+
     def _open_variant(self, part: Part, queue: "_Queue") -> None:
-        pipeline_s = self.bounds.pipeline_s(part.shape, part.variant, part.one)
+        pipeline_s = self._pipeline_s(part)
         for layout in self.space.layouts(part.shape, part.variant, part.one):
             sharding = Sharding(layout.dims, layout.zero_stage, layout.reduce_every_microbatch, layout.layers_per_unit)
             queue.push(pipeline_s + self.bounds.data_parallel_s(sharding, part.variant, part.one), layout)
 
+    def _cost(self, layout: Layout, bound_s: float, queue: "_Queue") -> None:
+        held_bytes = self._held_bytes(layout)
+        if held_bytes is not None:
+            self.effort.priced += 1
+            costs = self.costs(layout)
+            item = Costed(layout, costs.times(), costs.tail_s + costs.update_s, held_bytes)
+            queue.push(max(bound_s, self._least_s(item)), item)
+
+    def _least_s(self, item: Costed) -> float:
+        layout = item.layout
+        return ROUNDING * (item.rest_s + self.ways.least_s(
+            layout.schedule, stages=item.stages, virtual_stages=layout.virtual_stages,
+            num_microbatches=layout.num_microbatches))
+
+    def _time(self, item: Costed, bound_s: float, queue: "_Queue") -> None:
+        """Runs the pipeline, unless what was learned since puts the layout behind others anyway."""
+        layout, least_s = item.layout, self._least_s(item)
+        if least_s > bound_s:
+            queue.push(least_s, item)
+            return
+        self.effort.timelines += 1
+        pipeline_s = self.ways.run(layout.schedule, stages=item.stages, virtual_stages=layout.virtual_stages,
+                                   num_microbatches=layout.num_microbatches)
+        queue.push(item.rest_s + pipeline_s, Timed(layout), rank=item.held_bytes)
+
+    def step_s(self, layout: Layout) -> float:
+        """As price, the step time alone."""
+        costs = self.costs(layout)
+        return costs.tail_s + costs.update_s + pipeline_s(
+            layout.schedule, stages=costs.times(), virtual_stages=layout.virtual_stages,
+            num_microbatches=layout.num_microbatches)
+
     # -------------------------------------------------------------- what fits
-    def _fits(self, layout: Layout) -> bool:
-        fits = self.heaviest_bytes(layout) <= self.limit_bytes
-        if not fits and len(self._dropped) < MOST_DROPPED:
+    def _held_bytes(self, layout: Layout) -> float | None:
+        """What its heaviest rank needs, None if that is too much."""
+        held_bytes = self.heaviest_bytes(layout)
+        if held_bytes <= self.limit_bytes:
+            return held_bytes
+        if len(self._dropped) < MOST_DROPPED:
             self._dropped.append(layout)
-        return fits
+        return None
 
     def _lightest(self, part: Part) -> Layout:
         """Everything sharded that can be, and reduced at once: no layout of the variant needs less memory."""
@@ -185,13 +256,13 @@ class _Queue:
     """Smallest time first; of equal ones the smaller rank, then what came first."""
 
     def __init__(self) -> None:
-        self.entries: list[tuple[float, float, int, Part | Layout | Priced]] = []
+        self.entries: list[tuple[float, float, int, Part | Layout | Costed | Timed]] = []
         self._ticket = itertools.count()
 
-    def push(self, bound_s: float, item: Part | Layout | Priced, *, rank: float = 0.0) -> None:
+    def push(self, bound_s: float, item: Part | Layout | Costed | Timed, *, rank: float = 0.0) -> None:
         heapq.heappush(self.entries, (bound_s, rank, next(self._ticket), item))
 
-    def pop(self) -> tuple[float, Part | Layout | Priced]:
+    def pop(self) -> tuple[float, Part | Layout | Costed | Timed]:
         bound_s, _, _, item = heapq.heappop(self.entries)
         return bound_s, item
 

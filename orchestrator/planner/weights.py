@@ -101,11 +101,17 @@ def rank_weights(model: ModelSpec, layout: Layout, pp_rank: int) -> Weights:
     return sum((stage_weights(model, layout, stage) for stage in layout.stages(pp_rank)), start=Weights(0))
 
 
-def layer_kinds(model: ModelSpec, start: int, stop: int) -> list[tuple[int, int]]:
+@functools.lru_cache(maxsize=16384)
+def layer_kinds(model: ModelSpec, start: int, stop: int) -> tuple[tuple[int, int], ...]:
     """(a layer, how many are like it) of the layers from start to stop: dense or experts, local or global."""
     if model.moe is None and model.sliding_window is None:
-        return [(start, stop - start)] if stop > start else []
+        return ((start, stop - start),) if stop > start else ()
     counts: dict[tuple, list[int]] = {}
     for layer in range(start, stop):
         counts.setdefault((model.is_moe(layer), model.window(layer)), []).append(layer)
-    return [(layers[0], len(layers)) for layers in counts.values()]
+    return tuple((layers[0], len(layers)) for layers in counts.values())
+
+
+def like_layers(model: ModelSpec, start: int, stop: int) -> tuple[tuple, ...]:
+    """What tells the layers from start to stop from others: kinds in their order, with their number."""
+    return tuple((model.is_moe(layer), model.window(layer), count) for layer, count in layer_kinds(model, start, stop))

@@ -7,6 +7,7 @@ from pathlib import Path
 from jobs.spec.job import JobSpec
 from jobs.spec.parallel import Layout
 from jobs.spec.rundir import RunDir
+from jobs.spec.tokens import with_token_files
 from orchestrator.config import RunConfig
 from orchestrator.submission import SlurmRequest
 
@@ -18,11 +19,12 @@ def assemble_job(config: RunConfig, *, layout: Layout | None, world_size: int, r
     return JobSpec(
         run=config.run, attempt=attempt, run_dir=str(run_dir), device=config.cluster.device,
         world_size=world_size, model=config.model, layout=layout,
-        training=config.training, data=config.data, tokens_path=str(RunDir(run_dir).tokens) if config.data else None,
+        training=config.training, data=config.data and with_token_files(config.data, RunDir(run_dir).data),
         checkpoint=config.checkpoint, resume_step=resume_step, peak_tflops=config.cluster.peak(dtype),
         mfu_convention=config.mfu_convention,
         faults=tuple(fault for fault in config.faults if fault.attempt == attempt),
-        command=tuple(config.command) if config.command else None,
+        command=tuple(config.command) if config.command else None, entrypoint=config.entrypoint,
+        arguments=tuple(config.arguments), workdir=config.workdir,
         threads_per_rank=config.cluster.threads_per_rank)
 
 

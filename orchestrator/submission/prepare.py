@@ -15,9 +15,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from jobs.spec.load import Problem, SpecError, to_dict
+from jobs.spec.load import Problem, SpecError, from_dict, to_dict
+from jobs.spec.model import ModelSpec
 from jobs.spec.rundir import RunDir
+from jobs.spec.tokens import TokensInfo
 from orchestrator.config import RunConfig, to_yaml
+from orchestrator.datasets import data_problems
 from orchestrator.planner.page import write_page
 from orchestrator.planner.plan import Plan, plan_json
 from orchestrator.submission import Executor
@@ -90,18 +93,24 @@ def _fill(run_dir: RunDir, config: RunConfig, plan: Plan | None) -> None:
         out.write(secrets.token_hex(32) + "\n")
     if plan is not None:
         run_dir.plan.write_text(json.dumps(plan_json(plan), indent=1) + "\n")
-        write_page(run_dir.plan_page, plan, config, searching=False)
+        if isinstance(config.model, ModelSpec):  # the page varies what an own model has measured figures of no more
+            write_page(run_dir.plan_page, plan, config, searching=False)
     if config.data is not None:
         _make_tokens(run_dir, config)
 
 
 def _make_tokens(run_dir: RunDir, config: RunConfig) -> None:
-    """In a process of its own: what it needs of the jobs package is not the orchestrator's to import."""
-    run_dir.tokens.parent.mkdir()
-    spec = run_dir.tokens.with_name("data.json")
+    """Of what is text, in a process of its own: what that needs of the jobs package is not the orchestrator's to
+    import."""
+    run_dir.data.mkdir()
+    spec = run_dir.data / "data.json"
     spec.write_text(json.dumps(to_dict(config.data)) + "\n")
-    done = subprocess.run([sys.executable, "-m", "jobs.tokens", str(spec), str(run_dir.tokens)], capture_output=True,
+    done = subprocess.run([sys.executable, "-m", "jobs.tokens", str(spec), str(run_dir.data)], capture_output=True,
                           text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"jobs.tokens ended with code {done.returncode}"]
         raise SpecError([Problem(where="data", value=None, message=lines[-1])])
+    made = {where: from_dict(TokensInfo, info) for where, info in json.loads(done.stdout).items()}
+    if problems := data_problems(config.data, vocab_size=config.model and config.model.vocab_size,
+                                 training=config.training, made=made):
+        raise SpecError(problems)

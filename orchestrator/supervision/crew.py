@@ -4,12 +4,13 @@ Turns what arrives on the channel into facts worth recording; it judges nothing 
 """
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable
 
-from jobs.spec.control import (Command, Heartbeat, Kill, Killed, Prepare, Prepared, PrepareFailed, Report, Shutdown,
-                               Spooled, Start)
-from jobs.spec.events import AgentJoined, AgentLost
+from jobs.spec.control import (Command, Heartbeat, Kill, Killed, Prepare, Prepared, PrepareFailed, RankState, Report,
+                               Shutdown, Spooled, Start)
+from jobs.spec.events import AgentJoined, AgentLost, RanksSilent
 from jobs.spec.job import JobSpec
 from jobs.spec.rundir import RunDir
 from jobs.spec.wire import from_wire, kind_of
@@ -43,6 +44,7 @@ class Crew:
         self.attempt = 0  # whose ranks have been ordered and not yet ended; 0: none
         self.prepared: dict[str, Prepared | PrepareFailed] = {}
         self.killed: set[str] = set()
+        self.beats: dict[str, Heartbeat] = {}  # newest of each node
         self._absent: dict[str, tuple[float, float, str]] = {}  # node → since when (monotonic, wall clock), why
         self._unacknowledged: list[tuple[str, int]] = []
         self._launched: set[asyncio.Task] = set()
@@ -91,9 +93,25 @@ class Crew:
             case Received(node=node, message=Killed(attempt=attempt)):
                 self.killed |= {node} if attempt == self.attempt else set()
                 return []
-            case Received(message=Heartbeat()):
-                return []  # that it came is what counts: Channel.last_heard
+            case Received(node=node, message=Heartbeat() as beat):
+                self.beats[node] = beat
+                return []
         raise TypeError(f"unexpected {kind_of(type(item))} in the channel's inbox")
+
+    def silent(self) -> RanksSilent | None:
+        """Whether the attempt's ranks hang: none of them, on any node, has given a sign of life for too long. Each node's
+        clock is compared with itself alone."""
+        beats = [beat for beat in self.beats.values() if beat.attempt == self.attempt and self.attempt]
+        ranks = [(state, beat) for beat in beats for state in beat.ranks]
+        reports = any(state.t for state, _ in ranks)
+        patience = self.policy.hang_s if reports else self.policy.silence_s
+        since = [beat.t - state.active_t for state, beat in ranks if state.active_t]
+        if patience is None or not since or min(since) < patience:
+            return None
+        behind = sorted(ranks, key=lambda one: (one[0].step, one[0].t) if one[0].t else (math.inf, 0.0))
+        state, beat = behind[0]
+        return RanksSilent(t=time.time(), attempt=self.attempt, silent_s=min(since), rank=state.rank, node=beat.node,
+                           ranks=tuple(f"rank {s.rank} on {b.node}: {_last_said(s, b)}" for s, b in behind))
 
     def _silent(self) -> list[Fact]:
         """Agents that have been gone or silent for too long."""
@@ -140,6 +158,7 @@ class Crew:
     def start(self, placement: Placement, job: JobSpec) -> None:
         """Fork all ranks."""
         self.attempt = job.attempt
+        self.beats.clear()
         first = placement.nodes[0]
         for index, node in enumerate(placement.nodes):
             self.channel.send(node, Start(
@@ -162,6 +181,12 @@ class Crew:
         await self.channel.close()
         if self._launched:
             await asyncio.wait(self._launched, timeout=self.policy.heartbeat_timeout_s)
+
+
+def _last_said(state: RankState, beat: Heartbeat) -> str:
+    if not state.t:
+        return f"has reported nothing; last output {beat.t - state.active_t:.0f} s ago" if state.active_t else "is mute"
+    return f"in {state.phase} of step {state.step + 1} for {beat.t - state.t:.0f} s"
 
 
 def _lost(node: str, reason: str, last_heard: float) -> AgentLost:

@@ -9,7 +9,7 @@ import re
 import signal as signals
 from dataclasses import dataclass
 
-from jobs.spec.events import AgentLost, Diagnosis, DiagnosisKind, RankError, RankExit
+from jobs.spec.events import AgentLost, Diagnosis, DiagnosisKind, RankError, RankExit, RanksSilent
 from orchestrator.supervision.observe import Health
 
 # What ranks say when *another* rank has gone. Collected from gloo, NCCL and c10d themselves.
@@ -71,6 +71,8 @@ def _causes(health: Health) -> list[_Cause]:
     where = {e.rank: e.node for e in health.exits}
     causes = [_from_error(error, where.get(error.rank)) for error in health.errors]
     causes += [_from_loss(loss) for loss in health.lost]
+    if health.silent is not None:
+        causes.append(_from_silence(health.silent))
     lost_nodes = {loss.node for loss in health.lost}
     for end in health.exits:
         if end.exit_code != 0 and end.rank not in errors:
@@ -93,6 +95,13 @@ def _from_loss(loss: AgentLost) -> _Cause:
     return _Cause(t=since, echo=False, kind="node_failure", node=loss.node,
                   summary=f"the agent of {loss.node} is lost: {loss.reason}", fingerprint=f"agent:{loss.node}",
                   evidence=(loss.reason,))
+
+
+def _from_silence(silent: RanksSilent) -> _Cause:
+    """A hang shows in all ranks at once; the one furthest behind is the likeliest to have begun it."""
+    return _Cause(t=silent.t - silent.silent_s, echo=False, kind="hang", rank=silent.rank, node=silent.node,
+                  summary=f"no rank has given a sign of life for {silent.silent_s:.0f} s; furthest behind: "
+                  f"{silent.ranks[0]}", fingerprint="hang", evidence=silent.ranks[:EVIDENCE_LINES])
 
 
 def _from_exit(end: RankExit, *, node_lost: bool) -> _Cause:

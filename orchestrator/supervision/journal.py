@@ -7,8 +7,8 @@ import fcntl
 import os
 from pathlib import Path
 
-from jobs.spec.events import (AttemptStarted, CheckpointCommitted, CheckpointSkipped, Decision, Diagnosis, Event,
-                              NodeSample, RunStarted, StepReport)
+from jobs.spec.events import (AttemptStarted, CheckpointCommitted, CheckpointSaved, CheckpointSkipped, Decision,
+                              Diagnosis, Event, NodeSample, RunStarted, StepReport)
 from jobs.spec.wire import encode
 from orchestrator.monitoring.history import read_history
 
@@ -25,6 +25,7 @@ class Journal:
         self.wandb_id: str | None = None
         self.last_attempt = 0
         self.last_step: int | None = None  # of the newest attempt that computed one
+        self.saved_step: int | None = None  # newest checkpoint of a trainer that keeps its own
         self.diagnoses: tuple[Diagnosis, ...] = ()
         self.decisions: tuple[Decision, ...] = ()
         self.refused_steps: frozenset[int] = frozenset()  # checkpoints found unusable and not written again since
@@ -63,5 +64,7 @@ class Journal:
                 self.decisions = (*self.decisions, event)
             case CheckpointSkipped(step=step):
                 self.refused_steps |= {step}
+            case CheckpointSaved(step=step):
+                self.saved_step = step
             case CheckpointCommitted(step=step):
                 self.refused_steps -= {step}

@@ -38,7 +38,7 @@ class Keeper:
         for skip in skipped:
             if skip.step not in self.journal.refused_steps:
                 self.journal.write(skip)
-        return newest
+        return self.journal.saved_step if newest is None else newest
 
     def complete(self, report: ShardReport) -> tuple[ShardReport, ...] | None:
         """All reports of a checkpoint once its last rank has reported, else None."""

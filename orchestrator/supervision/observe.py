@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 from jobs.spec.events import (AgentLost, CheckpointCommitted, Event, FaultInjected, RankError, RankExit, RankFinished,
-                              StepReport)
+                              RanksSilent, StepReport)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +27,7 @@ class Health:
     first_step: int | None = None
     last_step: int | None = None
     committed_step: int | None = None
+    silent: RanksSilent | None = None
     diverged_step: int | None = None  # first step whose loss or gradient norm is no number
 
     @property
@@ -37,7 +38,7 @@ class Health:
     @property
     def failed(self) -> bool:
         """Something has happened after which this attempt cannot complete."""
-        return self.diverged or bool(self.lost) or any(e.exit_code != 0 for e in self.exits)
+        return self.diverged or self.silent is not None or bool(self.lost) or any(e.exit_code != 0 for e in self.exits)
 
     @property
     def diverged(self) -> bool:
@@ -60,6 +61,8 @@ def observe(health: Health, event: Event) -> Health:
             return dataclasses.replace(health, errors=(*health.errors, event))
         case AgentLost():
             return dataclasses.replace(health, lost=(*health.lost, event)) if event.node in health.nodes else health
+        case RanksSilent():
+            return dataclasses.replace(health, silent=event)
         case RankFinished():
             return dataclasses.replace(health, finished=health.finished | {event.rank})
         case FaultInjected():
@@ -67,7 +70,7 @@ def observe(health: Health, event: Event) -> Health:
         case StepReport(step=step, loss=loss, grad_norm=norm):
             first = step if health.first_step is None else health.first_step
             diverged = health.diverged_step
-            if diverged is None and not (math.isfinite(loss) and math.isfinite(norm)):
+            if diverged is None and not all(value is None or math.isfinite(value) for value in (loss, norm)):
                 diverged = step
             return dataclasses.replace(health, first_step=first, last_step=max(step, health.last_step or 0),
                                        diverged_step=diverged)

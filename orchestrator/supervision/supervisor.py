@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jobs.spec.control import Command, Welcome
-from jobs.spec.events import (EXIT_CODES, AgentJoined, AgentLost, AttemptEnded, AttemptStarted, CheckpointSkipped,
-                              Decision, Diagnosis, DiagnosisKind, RunEnded, RunStarted, ShardReport)
+from jobs.spec.events import (EXIT_CODES, OWN_LAYOUT, AgentJoined, AgentLost, AttemptEnded, AttemptStarted,
+                              CheckpointSkipped, Decision, Diagnosis, DiagnosisKind, RunEnded, RunStarted, ShardReport)
 from jobs.spec.job import JobSpec
 from jobs.spec.load import to_dict
 from jobs.spec.parallel import Layout
@@ -58,7 +58,7 @@ class Supervisor:
         self.launcher = launcher
         self.config = read_stored(self.run_dir.config)
         self.policy = self.config.policy
-        self.layout = None if self.config.command else _read_layout(self.run_dir)
+        self.layout = None if self.config.lays_itself_out else _read_layout(self.run_dir)
         self.journal = Journal(self.run_dir.events)
         self.term = self.journal.term + 1
         self.channel = Channel(
@@ -123,7 +123,7 @@ class Supervisor:
         self.checkpoints.begin(job)
         self.journal.write(AttemptStarted(t=time.time(), attempt=attempt, nodes=placement.nodes,
                                           world_size=job.world_size, resume_step=newest,
-                                          layout=str(self.layout or "command")))
+                                          layout=str(self.layout or OWN_LAYOUT)))
         not_started: CannotStart | None = None
         try:
             await self._start(placement, job)
@@ -209,6 +209,8 @@ class Supervisor:
                     await self._note_shards(fact)
                 else:
                     self._record(fact)
+            if self.health is not None and not self.health.failed and (silent := self.crew.silent()):
+                self._record(silent)
             self.crew.recorded()
 
     def _record(self, event) -> None:

@@ -9,6 +9,8 @@ turns. Beside it the same of the CPU time of one rank, which others on the machi
 of its own: resident memory above that of the freshly forked rank.
 """
 import argparse
+import contextlib
+import os
 import resource
 import statistics
 import tempfile
@@ -24,22 +26,15 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel,
-                                               parallelize_module)
 from torch.nn.parallel import DistributedDataParallel
 
-from jobs.model.transformer import Transformer
 from jobs.optim import learning_rate
 from jobs.spec.events import StepReport
 from jobs.spec.job import JobSpec
-from jobs.spec.model import ModelSpec
-from jobs.spec.training import OptimizerSpec, TrainingSpec
+from tests.benchmarks.decoder import MODEL, TRAINING, decoder, split_by_dtensor
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import ListRecorder, build_trainer, job, layout
 
-MODEL = ModelSpec(name="bench", vocab_size=256, dim=128, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=512)
-TRAINING = TrainingSpec(steps=10**6, seq_len=128, global_batch_size=8, optimizer=OptimizerSpec(warmup_steps=10))
 Turn = Callable[[int], None]  # number of steps
 
 
@@ -51,21 +46,15 @@ def ours(spec: JobSpec) -> Turn:
     def turn(steps: int) -> None:
         trainer.final_step = trainer.progress.step + steps
         trainer.plan = replace(trainer.plan, interval_steps=10**9)
-        while trainer.progress.step < trainer.final_step:
-            trainer._step(trainer.progress.step + 1)
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # its lines are written, not shown
+            while trainer.progress.step < trainer.final_step:
+                trainer._step(trainer.progress.step + 1)
 
     turn.reports = recorder.reports
     return turn
 
 
 # ------------------------------------------------------------------ by hand
-def decoder(spec: JobSpec) -> Transformer:
-    model = Transformer(spec.model, layers=range(spec.model.num_layers), is_first=True, is_last=True)
-    for p in model.parameters():
-        nn.init.normal_(p, std=spec.model.init_std) if p.ndim > 1 else nn.init.ones_(p)
-    return model
-
-
 def loop(spec: JobSpec, model: nn.Module, *, dp: int, optimizer: type = torch.optim.AdamW, **options) -> Turn:
     """Forward, backward, clip, update, as one would write it; `dp` ranks share the batch."""
     adamw = spec.training.optimizer
@@ -119,19 +108,8 @@ def fsdp2(spec: JobSpec) -> Turn:
 
 
 def dtensor_tp(spec: JobSpec) -> Turn:
-    """Tensor and sequence parallelism as torch's own tutorial does it."""
-    model, mesh = decoder(spec), init_device_mesh("cpu", (dist.get_world_size(),))
-    parallelize_module(model, mesh, {
-        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "norm": SequenceParallel(), "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())})
-    whole = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
-    for layer in model.layers.values():
-        parallelize_module(layer, mesh, {
-            "attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel(), "attention": whole, "ffn": whole,
-            **{f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")},
-            "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
-            **{f"ffn.{name}": ColwiseParallel() for name in ("gate", "up")},
-            "ffn.down": RowwiseParallel(output_layouts=Shard(1))})
+    model = decoder(spec)
+    split_by_dtensor(model, init_device_mesh("cpu", (dist.get_world_size(),)))
     return loop(spec, model, dp=1)
 
 

@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from jobs.model.attention import AttentionKind, causal_attention
-from jobs.parallel.context import ContextAttention
+from jobs.model.attention import causal_attention
+from jobs.model.places import Places, Tokens, document_starts, locate, sequence_keys
+from jobs.model.rule import AttentionKind, Rule
+from jobs.parallel.context import ContextAttention, _blocks_of_all
 from jobs.spec.parallel import cp_chunks
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, assert_matches_single_rank, layout
@@ -30,7 +32,22 @@ KINDS = {
     "a window within a chunk": (4, 2, SIZE, AttentionKind(scale=0.25, window=3), torch.float32),
     "a window over several chunks": (4, 2, SIZE, AttentionKind(scale=0.25, window=21), torch.float32),
     "capped, with a window": (4, 2, SIZE, AttentionKind(scale=0.5, softcap=2.0, window=13), torch.float32),
+    "dropped": (4, 2, SIZE, AttentionKind(scale=0.25, dropout=0.3), torch.float32),
+    "dropped, capped, in a window, values of another size": (4, 4, 8, AttentionKind(
+        scale=0.25, dropout=0.3, softcap=2.0, window=13, layer=2), torch.float32),
 }
+# Lengths of the documents of each sequence: one that all ranks hold a part of, many within one chunk, and some that
+# end with a chunk.
+DOCUMENTS = {"whole sequences": None, "documents": ((41, 1, 6), (3, 9, 12, 1, 1, 1, 4, 17))}
+
+
+def tokens(documents: str) -> Tokens:
+    """Of whole sequences, with random keys."""
+    starts, lengths = None, DOCUMENTS[documents]
+    if lengths is not None:
+        starts = document_starts(torch.tensor([[i for i, n in enumerate(of) for _ in range(n)] for of in lengths]))
+    return locate(torch.empty(BATCH, SEQ, 1), places=Places(), weights=None, starts=starts,
+                  keys=sequence_keys(torch.arange(BATCH), seed=3, step=5))
 
 
 def columns(cp: int, rank: int) -> torch.Tensor:
@@ -38,33 +55,52 @@ def columns(cp: int, rank: int) -> torch.Tensor:
     return torch.cat([torch.arange(chunk * size, (chunk + 1) * size) for chunk in cp_chunks(cp, rank)])
 
 
-def errors_by_kind(cp: int, method: str) -> dict[str, list[float]]:
+def errors_by_kind(cp: int, method: str, documents: str) -> dict[str, list[float]]:
     """Of output and gradients of q, k, v on this rank, against attention over the whole sequence in float64; relative
     to the largest element."""
-    return {name: errors(cp, method, *case) for name, case in KINDS.items()}
+    return {name: errors(cp, method, documents, *case) for name, case in KINDS.items()}
 
 
-def errors(cp: int, method: str, heads: int, kv_heads: int, value: int, kind, dtype) -> list[float]:
-    generator = torch.Generator().manual_seed(0)
+def errors(cp: int, method: str, documents: str, heads: int, kv_heads: int, value: int, kind, dtype) -> list[float]:
+    generator, rule = torch.Generator().manual_seed(0), Rule(kind=kind, tokens=tokens(documents))
     shapes = [(heads, SIZE), (kv_heads, SIZE), (kv_heads, value), (heads, value)]
     whole = [torch.randn(BATCH, SEQ, *shape, generator=generator).to(dtype) for shape in shapes]
     *inputs, grad = [t.double().requires_grad_() for t in whole]
-    out = causal_attention(*inputs, kind=kind)
+    out = causal_attention(*inputs, rule=rule)
     wanted = [out.detach(), *torch.autograd.grad(out, inputs, grad)]
     mine = columns(cp, dist.get_rank())
     *parts, part_grad = [t[:, mine].clone().requires_grad_() for t in whole]
-    part_out = ContextAttention(kind=kind, group=dist.group.WORLD, method=method)(*parts)
+    part_out = ContextAttention(group=dist.group.WORLD, method=method)(*parts, rule=rule)
     found = [part_out, *torch.autograd.grad(part_out, parts, part_grad)]
     assert all(t.dtype == dtype for t in found)
     return [((a.double() - b[:, mine]).abs().max() / b.abs().max()).item() for a, b in zip(found, wanted, strict=True)]
 
 
+@pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("cp", [2, 3, 4])
 @pytest.mark.parametrize("method", METHODS)
-def test_split_attention_is_attention(method, cp):
-    for by_kind in run_ranks(errors_by_kind, world_size=cp, args=(cp, method)):
+def test_split_attention_is_attention(method, cp, documents):
+    for by_kind in run_ranks(errors_by_kind, world_size=cp, args=(cp, method, documents)):
         for kind, found in by_kind.items():
             assert max(found) < TOLERANCE[KINDS[kind][-1]], (kind, found)
+
+
+def blocks_met(cp: int) -> tuple[int, int]:
+    """Pairs of queries and keys that this rank computes, with short documents and without."""
+    short = document_starts(torch.arange(SEQ).div(8, rounding_mode="floor").expand(BATCH, SEQ))
+    found = []
+    for starts in (short, None):
+        rule = Rule(kind=AttentionKind(scale=1.0, softcap=2.0),
+                    tokens=locate(torch.empty(BATCH, SEQ, 1), places=Places(), keys=None, weights=None, starts=starts))
+        blocks = _blocks_of_all(SEQ // cp, rule, dist.group.WORLD)
+        found.append(sum(block.num_queries * block.num_keys for block in blocks))
+    return tuple(found)
+
+
+def test_what_no_query_sees_is_not_computed():
+    for with_documents, without in run_ranks(blocks_met, world_size=3, args=(3,)):
+        assert with_documents == 2 * 8 * 8  # chunks of eight tokens, each one document
+        assert without >= 2.4 * with_documents
 
 
 @pytest.mark.parametrize("cp", [1, 2, 3, 8])

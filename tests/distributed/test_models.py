@@ -22,6 +22,7 @@ SURPLUS = dataclasses.replace(TRAINING, global_batch_size=7)
 FAST = {
     "GPT: dropout and biases under sequence parallelism": (dict(tp=2, microbatch_size=1), GPT),
     "GPT: dropout is told which sequences a later stage has": (dict(pp=2), GPT),
+    "GPT: dropped weights are the same in every chunk of cp": (dict(cp=2), GPT),
     "GPT: dropout, whole tokens on both tp ranks": (dict(tp=2, sequence_parallel=False), GPT),
     "GPT: dropout drops the same when recomputed": (dict(recompute="full"), GPT),
     "Gemma 2: ZeRO-3 × tp": (dict(dp_shard=2, tp=2), GEMMA2),
@@ -43,8 +44,7 @@ SLOW = {
     "GPT: Megatron's interleaved stages": (dict(tp=2, pp=2, schedule="interleaved_1f1b", virtual_stages=2), GPT),
     "GPT: backward in two halves": (dict(pp=2, **IZB), GPT),
     "GPT: in a V, tied, recomputed": (dict(pp=2, recompute="full", **ZBV), GPT),
-    "GPT: positions and dropout follow the chunks of cp": (dict(cp=2), GPT),
-    "GPT: the same with tp": (dict(cp=2, tp=2), GPT),
+    "GPT: positions and dropout follow the chunks of cp and tp": (dict(cp=2, tp=2), GPT),
     "Llama 3: the four axes of its run, in pairs: tp × cp": (dict(tp=2, cp=2), LLAMA3),
     "Llama 3: pp × dp_shard": (dict(pp=2, dp_shard=2), LLAMA3),
     "Llama 3: tp × pp × dp_shard": (dict(tp=2, pp=2, dp_shard=2), LLAMA3),
@@ -58,6 +58,15 @@ SLOW = {
     "MLA: queries not compressed, no sequence parallelism": (dict(tp=2, sequence_parallel=False), UNCOMPRESSED),
     "MLA: tp × dp_shard, recompute": (dict(tp=2, dp_shard=2, recompute="full"), LATENT),
     "MLA: keys and values of different sizes over cp": (dict(cp=2), LATENT),
+    "MLA: the same, gathered": (dict(cp=2, cp_method="allgather"), LATENT),
+    "MLA: cp × tp": (dict(cp=2, tp=2), LATENT),
+    "MLA: cp × tp, gathered, no sequence parallelism": (dict(cp=2, tp=2, cp_method="allgather",
+                                                             sequence_parallel=False), LATENT),
+    "MLA: cp4, recompute full": (dict(cp=4, recompute="full"), LATENT),
+    "DeepSeek-V3 over cp": (dict(cp=2), DEEPSEEK3),
+    "GPT: dropout over chunks of cp, gathered": (dict(cp=2, cp_method="allgather"), GPT),
+    "GPT: dropout, cp × dp_shard, recompute selective": (dict(cp=2, dp_shard=2, recompute="selective"), GPT),
+    "GPT: dropout, cp × pp": (dict(cp=2, pp=2), GPT),
     "MLA: backward in two halves": (dict(pp=2, **IZB), LATENT),
     "norms of heads, tp × dp_shard": (dict(tp=2, dp_shard=2), QK_NORM),
 }
@@ -84,8 +93,9 @@ def test_dropout_with_empty_slots_matches_single_rank(tmp_path):
 def test_dropout_changes_the_curve_and_from_step_to_step(tmp_path):
     """Else the parity above would be of nothing."""
     dropped = train_job(job(tmp_path, layout(model=GPT), model=GPT))
-    plain = train_job(job(tmp_path, layout(model=GPT), model=dataclasses.replace(GPT, dropout=0.0)))
-    assert min(abs(a - b) for a, b in zip(dropped.losses, plain.losses)) > 1e-3
+    for changes in (dict(dropout=0.0), dict(attention_dropout=0.0)):
+        without = train_job(job(tmp_path, layout(model=GPT), model=dataclasses.replace(GPT, **changes)))
+        assert min(abs(a - b) for a, b in zip(dropped.losses, without.losses)) > 1e-4, changes
 
 
 def step_losses(spec) -> list[float]:

@@ -78,6 +78,9 @@ SLOW = {
     "dp_replicate2 × dp_shard2 × cp2: cp outermost": (dict(dp_replicate=2, dp_shard=2, cp=2, order=CP_OUTERMOST), {},
                                                       {}),
     "cp2 × tp2 × pp2": (dict(cp=2, tp=2, pp=2), {}, {}),
+    "pp2: a surplus slot in the last microbatch": (dict(pp=2, global_batch_size=7), {}, dict(global_batch_size=7)),
+    "cp2 × dp_replicate2, surplus slots": (dict(cp=2, dp_replicate=2, global_batch_size=5), {},
+                                           dict(global_batch_size=5)),
     "dp_shard4 × tp2, surplus slots": (dict(dp_shard=4, tp=2, microbatch_size=1, global_batch_size=7), {},
                                        dict(global_batch_size=7)),
 }

@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from jobs.model.attention import RotaryTable
+from jobs.model.places import Places, locate
 from jobs.model.transformer import Layer
 from jobs.spec.training import DTYPE_BYTES
 from orchestrator.planner.memory import block_activation_bytes, block_shape
@@ -18,8 +19,10 @@ SMALL_PRINT = 0.01
 
 def kept_bytes(dtype: str) -> int:
     """Distinct storages that autograd holds after one layer's forward, parameters aside."""
-    layer = Layer(SMALL, rotary=RotaryTable(head_dim=SMALL.head_size, theta=1e4)).to(getattr(torch, dtype))
+    layer = Layer(SMALL).to(getattr(torch, dtype))
     x = torch.randn(BATCH, SEQ_LEN, SMALL.dim, dtype=getattr(torch, dtype), requires_grad=True)
+    tokens = locate(x, places=Places(), keys=None, weights=None,
+                    rotary=RotaryTable(head_dim=SMALL.head_size, theta=1e4))
     parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
     kept: list[torch.Tensor] = []  # alive, so that no address is used twice
 
@@ -28,7 +31,7 @@ def kept_bytes(dtype: str) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        layer(x)
+        layer(x, tokens)
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
     return sum(size for address, size in storages.items() if address not in parameters)
 

@@ -6,7 +6,8 @@ from tests.helpers.training import TINY
 
 # Megatron-LM 2021 (arXiv:2104.04473)
 GPT = dataclasses.replace(TINY, name="gpt", num_kv_heads=4, norm="layernorm", ffn="gelu", bias=True,
-                          positions="learned", max_positions=16, dropout=0.1, tie_embeddings=True)
+                          positions="learned", max_positions=16, dropout=0.1, attention_dropout=0.1,
+                          tie_embeddings=True)
 # Llama 3 (arXiv:2407.21783)
 LLAMA3 = dataclasses.replace(TINY, name="llama3", rope_theta=500000.0)
 # Gemma 2 (arXiv:2408.00118)

@@ -1,8 +1,8 @@
 """Run a function on N forked ranks with a real gloo group: a multi-rank test in one call.
 
 The parent must not have run a torch operation on several threads before: a matmul of the child would hang.
-Importing this module (which happens before the first test runs) therefore sets one thread. CUDA needs
-fresh processes: `method="spawn"`, and then `function` must be importable.
+Importing this module (which happens before the first test runs) therefore sets one thread. On CUDA (see
+tests.helpers.device) ranks are fresh processes with an NCCL group, and `function` must be importable.
 """
 import atexit
 import dataclasses
@@ -17,10 +17,13 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from jobs.runtime import BACKENDS
+from tests.helpers import device
 
 torch.set_num_threads(1)
 
@@ -38,11 +41,10 @@ class RanksFailed(AssertionError):
 
 
 def run_ranks(function: Callable[..., Any], *, world_size: int, timeout_s: float = 120.0, args: tuple = (),
-              kwargs: dict[str, Any] | None = None, method: Literal["fork", "spawn"] = "fork") -> list[Any]:
+              kwargs: dict[str, Any] | None = None) -> list[Any]:
     """`function(*args, **kwargs)` on every rank of an initialised group; the values by rank. Raises RanksFailed
     with the tracebacks otherwise."""
-    results = collect_ranks(function, world_size=world_size, timeout_s=timeout_s, args=args, kwargs=kwargs,
-                            method=method)
+    results = collect_ranks(function, world_size=world_size, timeout_s=timeout_s, args=args, kwargs=kwargs)
     failed = [f"rank {rank}: {result.error}" for rank, result in enumerate(results) if result.error]
     if failed:
         raise RanksFailed("\n".join(failed))
@@ -50,10 +52,10 @@ def run_ranks(function: Callable[..., Any], *, world_size: int, timeout_s: float
 
 
 def collect_ranks(function: Callable[..., Any], *, world_size: int, timeout_s: float = 120.0, args: tuple = (),
-                  kwargs: dict[str, Any] | None = None, method: Literal["fork", "spawn"] = "fork") -> list[RankResult]:
+                  kwargs: dict[str, Any] | None = None) -> list[RankResult]:
     """As run_ranks, but failures are results, too: for tests of what happens when a rank dies."""
     assert torch.get_num_threads() == 1, "a forked rank would hang in its first matmul"
-    context = multiprocessing.get_context(method)
+    context = multiprocessing.get_context("fork" if device.kind() == "cpu" else "spawn")  # CUDA survives no fork
     with tempfile.TemporaryDirectory() as folder:
         processes, pipes = [], []
         for rank in range(world_size):
@@ -104,8 +106,11 @@ def _rank(call: Callable[[], Any], rank: int, world_size: int, folder: Path, sen
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the ranks
     torch.set_num_threads(1)
     try:
-        store = dist.FileStore(str(folder / "store"), world_size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        store, mine = dist.FileStore(str(folder / "store"), world_size), device.rank_device()
+        if mine.type == "cuda":
+            torch.cuda.set_device(mine)
+        dist.init_process_group(BACKENDS[mine.type], store=store, rank=rank, world_size=world_size,
+                                device_id=mine if mine.type == "cuda" else None)
         result = RankResult(value=call())
     except BaseException:  # noqa: BLE001  everything a rank raises is the test's to see
         result = RankResult(error=traceback.format_exc())
@@ -118,7 +123,7 @@ def _rank(call: Callable[[], Any], rank: int, world_size: int, folder: Path, sen
 @functools.cache
 def tokens_file() -> Path:
     """A token file of about 64 KiB of deterministic pseudo-text, made once per test process."""
-    from jobs.spec.training import DataSpec
+    from jobs.spec.training import SourceSpec
     from jobs.tokens import build_tokens
 
     folder = Path(tempfile.mkdtemp(prefix="orc-tests-"))
@@ -129,5 +134,5 @@ def tokens_file() -> Path:
         state = (state * 1103515245 + 12345) % 2**31
         text.append(words[(state >> 16) % len(words)])
     (folder / "text.txt").write_text(" ".join(text))
-    build_tokens(DataSpec(path=str(folder / "text.txt")), folder / "tokens.bin")
+    build_tokens(SourceSpec(path=str(folder / "text.txt")), folder / "tokens.bin")
     return folder / "tokens.bin"

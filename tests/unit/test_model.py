@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from jobs.loss import IGNORED, cross_entropy
-from jobs.model.attention import AttentionKind, causal_attention
+from jobs.model.attention import algorithm, causal_attention
+from jobs.model.flex import mask_mod, score_mod
 from jobs.model.initial import INIT_ROWS, initial_rows, initial_slice
-from jobs.model.places import Places, dropped, locate, mix, sequence_keys
+from jobs.model.places import Places, document_starts, dropped, locate, mix, sequence_keys
+from jobs.model.rule import AttentionKind, Block, Rule
 from jobs.model.transformer import Transformer
 from jobs.spec.counts import num_params
 from jobs.spec.model import MlaSpec, ModelSpec
@@ -68,31 +70,172 @@ def test_logits_match_the_definition(name):
     assert wanted.std() > 0.01  # not all alike
 
 
-# seq_len, window, softcap; chunks are of 256 queries
-ATTENTIONS = [(700, None, 2.0), (700, 100, 2.0), (600, 300, 2.0), (700, 100, None), (600, 300, None), (256, 5, None),
-              (257, 256, 3.0)]
+# seq_len, window, softcap, lengths of documents in two sequences, dropout; chunks are of 256 queries
+PACKED = ((700,), (3, 250, 4, 300, 143))
+ATTENTIONS = [(700, None, 2.0, None, 0), (700, 100, 2.0, None, 0), (600, 300, 2.0, None, 0), (700, 100, None, None, 0),
+              (600, 300, None, None, 0), (256, 5, None, None, 0), (257, 256, 3.0, None, 0),
+              (700, None, None, PACKED, 0), (700, 100, None, PACKED, 0), (700, 100, 2.0, PACKED, 0),
+              (300, None, None, None, 0.3), (700, 100, 2.0, PACKED, 0.3)]
+KEYS = sequence_keys(torch.tensor([4, 9]), seed=1, step=2)
 
 
-@pytest.mark.parametrize("seq_len, window, softcap", ATTENTIONS)
-def test_attention_in_chunks_is_attention(seq_len, window, softcap):
+def rule_of(seq_len, window, softcap, lengths, dropout) -> Rule:
+    starts = None if lengths is None else document_starts(
+        torch.tensor([[i for i, n in enumerate(of) for _ in range(n)] for of in lengths]))
+    tokens = locate(torch.empty(2, seq_len, 1), places=Places(), keys=KEYS if dropout else None, weights=None,
+                    starts=starts)
+    return Rule(kind=AttentionKind(scale=0.7, softcap=softcap, window=window, dropout=dropout, layer=3), tokens=tokens)
+
+
+def seen_by_definition(seq_len, window, lengths) -> torch.Tensor:
+    """Bool [2, queries, keys]"""
+    seen = torch.ones(seq_len, seq_len).tril().triu(-seq_len if window is None else 1 - window).bool()
+    if lengths is None:
+        return seen.expand(2, -1, -1)
+    blocks = [torch.block_diag(*(torch.ones(n, n) for n in of)).bool() for of in lengths]
+    return torch.stack([block & seen for block in blocks])
+
+
+def kept_by_definition(seq_len, *, layer: int, p: float) -> torch.Tensor:
+    """Multipliers [2, 4 heads, queries, keys]; each from its own four coordinates."""
+    q, k, h = torch.arange(seq_len)[:, None], torch.arange(seq_len), torch.arange(4)[:, None, None]
+    rows = mix(mix(mix(KEYS[:, None, None, None] + q) ^ (-1 - layer)) + h)
+    number = (mix(rows + k // 4) >> (16 * (k % 4))) & 0xFFFF
+    number = torch.where(number >= 2**15, number - 2**16, number)
+    threshold = round(p * 2**16)
+    return (number >= threshold - 2**15) / (1 - threshold / 2**16)
+
+
+@pytest.mark.parametrize("seq_len, window, softcap, lengths, dropout", ATTENTIONS)
+def test_attention_in_chunks_is_attention(seq_len, window, softcap, lengths, dropout):
     """Values and gradients, against the whole matrix of scores."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, upstream = (torch.randn(2, seq_len, heads, 8, generator=generator, dtype=torch.float64)
                          for heads in (4, 2, 2, 4))
     wrt = [t.requires_grad_() for t in (q, k, v)]
-    kind = AttentionKind(scale=0.7, softcap=softcap, window=window)
 
     def whole():
         scores = 0.7 * torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, dim=2))
         scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-        seen = torch.ones(seq_len, seq_len).tril().triu(-seq_len if window is None else 1 - window).bool()
-        shares = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        seen = seen_by_definition(seq_len, window, lengths)
+        shares = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
+        if dropout:
+            shares = shares * kept_by_definition(seq_len, layer=3, p=dropout)
         return torch.einsum("bhqk,bkhd->bqhd", shares, v.repeat_interleave(2, dim=2))
 
-    found, wanted = causal_attention(q, k, v, kind=kind), whole()
+    rule = rule_of(seq_len, window, softcap, lengths, dropout)
+    assert algorithm(rule, seq_len=seq_len, head_dim=8, device_type="cpu") == "chunked"
+    found, wanted = causal_attention(q, k, v, rule=rule), whole()
     assert torch.allclose(found, wanted, atol=1e-10)
     gradients = [torch.autograd.grad((out * upstream).sum(), wrt) for out in (found, wanted)]
     assert all(torch.allclose(a, b, atol=1e-10) for a, b in zip(*gradients))
+
+
+# what is computed (window, softcap, documents, dropout) → with what on CPU, on CUDA
+ALGORITHMS = {
+    "causal": ((None, None, None, 0), "fused", "fused"),
+    "a window that is never reached": ((600, None, None, 0), "fused", "fused"),
+    "a window": ((100, None, None, 0), "chunked", "flex"),
+    "capped": ((None, 2.0, None, 0), "chunked", "flex"),
+    "documents": ((None, None, PACKED, 0), "chunked", "flex"),
+    "dropped": ((None, None, None, 0.3), "chunked", "chunked"),
+}
+
+
+@pytest.mark.parametrize("case", ALGORITHMS)
+def test_each_kind_has_its_algorithm(case):
+    options, on_cpu, on_cuda = ALGORITHMS[case]
+    rule = rule_of(600, *options)
+    assert algorithm(rule, seq_len=600, head_dim=64, device_type="cpu") == on_cpu
+    assert algorithm(rule, seq_len=600, head_dim=64, device_type="cuda") == on_cuda
+    assert algorithm(rule, seq_len=600, head_dim=8, device_type="cuda") != "flex"
+
+
+@pytest.mark.parametrize("seq_len, window, softcap, lengths, dropout", [case for case in ATTENTIONS if not case[-1]])
+def test_what_flex_attention_is_given_is_the_rule(seq_len, window, softcap, lengths, dropout):
+    """The functions that a kernel is generated from on CUDA, here evaluated pair by pair."""
+    rule = rule_of(seq_len, window, softcap, lengths, dropout)
+    visible = mask_mod(rule, seq_len=seq_len, device=torch.device("cpu"))
+    batch, q, k = torch.arange(2)[:, None, None], torch.arange(seq_len)[:, None], torch.arange(seq_len)
+    assert torch.equal(visible(batch, 0, q, k).expand(2, -1, -1), seen_by_definition(seq_len, window, lengths))
+    scores = torch.linspace(-9, 9, 50)
+    capped = score_mod(rule)
+    assert (capped is None) == (softcap is None)
+    if softcap is not None:
+        assert torch.allclose(capped(scores, 0, 0, 0, 0), softcap * torch.tanh(scores / softcap))
+
+
+@torch.no_grad()
+def test_flex_attention_itself_computes_the_rule():
+    """torch's own evaluation of FlexAttention without a compiler, forward: what CPU has of it."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    seq_len, window, softcap, lengths, dropout = 700, 100, 2.0, PACKED, 0
+    rule = rule_of(seq_len, window, softcap, lengths, dropout)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, seq_len, heads, 16, generator=generator) for heads in (4, 2, 2))
+    visible = mask_mod(rule, seq_len=seq_len, device=q.device)
+    blocks = create_block_mask(visible, 2, None, seq_len, seq_len, device="cpu")
+    found = flex_attention(*(t.transpose(1, 2) for t in (q, k, v)), score_mod=score_mod(rule), block_mask=blocks,
+                           scale=0.7, enable_gqa=True).transpose(1, 2)
+    assert torch.allclose(found, causal_attention(q, k, v, rule=rule), atol=2e-6)
+
+
+def test_documents_begin_where_they_do():
+    documents = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0], [3, 4, 4, 5, 6, 6]], dtype=torch.int32)
+    starts = document_starts(documents)
+    assert starts.dtype == torch.int32
+    assert starts.tolist() == [[0, 0, 2, 2, 2, 5], [0] * 6, [0, 1, 1, 3, 4, 4]]
+
+
+@pytest.mark.parametrize("name", ["grouped", "learned positions", "every second layer in a window", "capped scores",
+                                  "latent attention"])
+@torch.no_grad()
+def test_packed_documents_are_the_documents_alone(name):
+    model, lengths = build(SPECS[name]), (2, 1, 4, 2)
+    tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5]])
+    documents = torch.tensor([[i for i, n in enumerate(lengths) for _ in range(n)]])
+    packed = model(tokens, starts=document_starts(documents))
+    alone = torch.cat([model(part) for part in tokens.split(lengths, dim=1)], dim=1)
+    assert torch.allclose(packed, alone, atol=1e-5)
+    assert (packed - model(tokens))[:, 2:].abs().max() > 1e-2  # the mask matters
+
+
+def test_dropped_weights_draw_like_independent_coins():
+    """Rate, and agreement between any two of: neighbouring queries, keys and heads, layers, sequences, steps, seeds."""
+    n, p = 256, 0.25
+    block = Block(queries=slice(0, n), keys=slice(0, n), first_query=0, first_key=0)
+
+    def draw(*, seed=0, step=1, slot=5, layer=0, share=0):
+        keys = sequence_keys(torch.tensor([slot]), seed=seed, step=step)
+        tokens = locate(torch.empty(1, n, 1), places=Places(), keys=keys, weights=None)
+        kind = AttentionKind(scale=1.0, dropout=p, layer=layer, head_share=share)
+        return Rule(kind=kind, tokens=tokens).kept(block, num_heads=2, dtype=torch.float64)[0] * (1 - p)
+
+    base = draw()
+    others = [draw(seed=1), draw(step=2), draw(slot=6), draw(layer=1), draw(share=1), base.roll(1, 0), base.roll(1, 1),
+              *(base.roll(shift, 2) for shift in range(1, 5))]
+    count = base.numel()
+    assert base.unique().tolist() == [0, 1]
+    assert base.mean().item() == pytest.approx(1 - p, abs=5 * math.sqrt(p * (1 - p) / count))
+    for other in others:
+        together = ((base - base.mean()) * (other - other.mean())).mean().item()
+        assert abs(together) < 5 * p * (1 - p) / math.sqrt(count)
+    for dim in (1, 2):  # no query and no key is luckier than chance
+        assert base.mean(dim).std().item() == pytest.approx(math.sqrt(p * (1 - p) / n), rel=0.2)
+
+
+def test_a_part_of_the_weights_is_dropped_like_the_whole():
+    """Any block of any rank's heads."""
+    whole = rule_of(64, None, None, None, 0.3)
+    at = (slice(5, 42), slice(3, 39))
+    block = Block(queries=slice(0, 37), keys=slice(0, 36), first_query=5, first_key=3)
+    everything = Block(queries=slice(0, 64), keys=slice(0, 64), first_query=0, first_key=0)
+    wanted = whole.kept(everything, num_heads=4, dtype=torch.float32)
+    for share in (0, 1):
+        part = dataclasses.replace(whole, kind=dataclasses.replace(whole.kind, head_share=share))
+        found = part.kept(block, num_heads=2, dtype=torch.float32)
+        assert torch.equal(found, wanted[:, 2 * share:2 * share + 2, at[0], at[1]])
 
 
 # options that leave the parameters as they are

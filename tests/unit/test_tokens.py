@@ -1,13 +1,16 @@
-"""Text files become one token file: bytes in the order of the paths, whatever else lies in the folder."""
+"""A run's text becomes token files: bytes in the order of the paths, whatever else lies in the folder."""
 import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
+from jobs.data.token_file import TokenFile
 from jobs.spec.load import SpecError, to_dict
-from jobs.spec.training import DataSpec
-from jobs.tokens import build_tokens, info_path, read_info
+from jobs.spec.tokens import read_info
+from jobs.spec.training import DataSpec, SourceSpec
+from jobs.tokens import build_tokens
 
 FILES = {
     "b.py": b"bee",
@@ -40,24 +43,26 @@ def folder(tmp_path):
 
 def test_documents_lie_in_the_order_of_their_paths(folder, tmp_path):
     out = tmp_path / "data" / "tokens.bin"
-    info = build_tokens(DataSpec(path=str(folder), pattern="**/*.py", exclude=("skipped",)), out)
+    info = build_tokens(SourceSpec(path=str(folder), pattern="**/*.py", exclude=("skipped",)), out)
     assert out.read_bytes() == TOKENS
     assert (info.num_tokens, info.num_documents, info.dtype) == (len(TOKENS), 3, "uint8")
     assert read_info(out) == info
-    assert sorted(p.name for p in out.parent.iterdir()) == ["tokens.bin", "tokens.bin.json"]  # nothing half-written
+    assert TokenFile(out).document_starts(0, len(TOKENS)).tolist() == [0, 3, 7]
+    # nothing half-written
+    assert sorted(p.name for p in out.parent.iterdir()) == ["tokens.bin", "tokens.bin.json", "tokens.idx"]
 
 
 def test_a_single_file_is_read_whatever_the_pattern(folder, tmp_path):
-    build_tokens(DataSpec(path=str(folder / "notes.txt"), pattern="*.nothing"), tmp_path / "t.bin")
+    build_tokens(SourceSpec(path=str(folder / "notes.txt"), pattern="*.nothing"), tmp_path / "t.bin")
     assert (tmp_path / "t.bin").read_bytes() == b"not matched\0"
 
 
 def test_equal_inputs_have_equal_fingerprints(folder, tmp_path):
-    data = DataSpec(path=str(folder), pattern="**/*.py")
-    first, second = (build_tokens(data, tmp_path / name) for name in ("1.bin", "2.bin"))
+    source = SourceSpec(path=str(folder), pattern="**/*.py")
+    first, second = (build_tokens(source, tmp_path / name) for name in ("1.bin", "2.bin"))
     assert first == second
     (folder / "a.py").write_bytes(b"ax")
-    third = build_tokens(data, tmp_path / "3.bin")
+    third = build_tokens(source, tmp_path / "3.bin")
     assert third.inputs_sha256 != first.inputs_sha256 and third.checksum != first.checksum
 
 
@@ -66,36 +71,31 @@ def test_data_without_text_is_refused(case, folder, tmp_path):
     changes, message = REFUSED[case]
     out = tmp_path / "out" / "t.bin"
     with pytest.raises(SpecError, match=message) as refusal:
-        build_tokens(DataSpec(**{"path": str(folder), **changes}), out)
+        build_tokens(SourceSpec(**{"path": str(folder), **changes}), out)
     assert str(refusal.value).startswith("data.path: ")
     assert not out.parent.exists() or list(out.parent.iterdir()) == []  # nothing left behind
 
 
-def test_a_token_file_that_disagrees_with_its_description_is_refused(folder, tmp_path):
-    out = tmp_path / "t.bin"
-    build_tokens(DataSpec(path=str(folder)), out)
-    out.write_bytes(out.read_bytes()[:-1])
-    with pytest.raises(SpecError, match="build them again"):
-        read_info(out)
-    info_path(out).unlink()
-    with pytest.raises(SpecError, match="needs both"):
-        read_info(out)
-
-
-def test_the_command_says_what_it_made_and_loads_no_torch(folder, tmp_path):
-    spec = tmp_path / "data.json"
-    spec.write_text(json.dumps(to_dict(DataSpec(path=str(folder), pattern="*.py"))))
-    code = "import sys, jobs.tokens as t; rc = t.main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(rc)"
-    done = subprocess.run([sys.executable, "-c", code, str(spec), str(tmp_path / "t.bin")], capture_output=True,
+def command(folder, data: DataSpec, *, check: str = "pass") -> subprocess.CompletedProcess:
+    folder.mkdir(exist_ok=True)
+    (folder / "data.json").write_text(json.dumps(to_dict(data)))
+    code = f"import sys, jobs.tokens as t; rc = t.main(sys.argv[1:]); {check}; sys.exit(rc)"
+    return subprocess.run([sys.executable, "-c", code, str(folder / "data.json"), str(folder)], capture_output=True,
                           text=True)
+
+
+def test_the_command_makes_what_is_text_and_loads_no_torch(folder, tmp_path):
+    made = build_tokens(SourceSpec(path=str(folder / "notes.txt")), tmp_path / "made.bin")
+    data = DataSpec(sources=[SourceSpec(path=str(tmp_path / "made.bin")), SourceSpec(path=str(folder), pattern="*.py")])
+    done = command(tmp_path / "run", data, check="assert 'torch' not in sys.modules")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["num_tokens"] == len(b"ay\0bee\0")
+    found = json.loads(done.stdout)
+    assert list(found) == ["data.sources[1]"] and found["data.sources[1]"]["num_tokens"] == len(b"ay\0bee\0")
+    assert np.fromfile(tmp_path / "run" / "tokens-1.bin", np.uint8).tobytes() == b"ay\0bee\0"
+    assert not (tmp_path / "run" / "tokens-0.bin").exists() and read_info(tmp_path / "made.bin") == made
 
 
 def test_the_command_explains_a_refusal_without_a_traceback(tmp_path):
-    spec = tmp_path / "data.json"
-    spec.write_text(json.dumps(to_dict(DataSpec(path=str(tmp_path / "nowhere")))))
-    done = subprocess.run([sys.executable, "-m", "jobs.tokens", str(spec), str(tmp_path / "t.bin")],
-                          capture_output=True, text=True)
+    done = command(tmp_path / "run", DataSpec(path=str(tmp_path / "nowhere")))
     assert done.returncode == 2
     assert "nowhere' does not exist" in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,90 @@
+"""Calling the user's code: entry point → module and plan table, with everything that can be wrong told as value, origin
+and remedy.
+
+Called by jobs.own in every rank and by jobs.own.measure. Knows no mesh. What the user's code raises is raised on as
+the cause: its traceback belongs in the log.
+"""
+import importlib
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from jobs.spec.own_model import OwnModel
+
+
+class OwnModelError(ValueError):
+    """The user's model cannot be used; the message says what to change."""
+
+
+def load_entrypoint(entrypoint: str, *, where: str = "model.entrypoint") -> Callable[..., Any]:
+    """package.module:function → the function. Raises OwnModelError."""
+    module, colon, name = entrypoint.partition(":")
+    if not (module and colon and name):
+        raise OwnModelError(f"{where}: {entrypoint!r} is not package.module:function")
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise OwnModelError(f"{where}: {entrypoint!r}: no module {error.name!r}; it is looked for in `workdir`, in "
+                            "PYTHONPATH and among what is installed") from error
+    except Exception as error:
+        raise OwnModelError(f"{where}: {entrypoint!r} cannot be imported: {told(error)}") from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            known = sorted(key for key, value in vars(found).items() if callable(value) and not key.startswith("_"))
+            raise OwnModelError(f"{where}: {entrypoint!r}: {module} has no {part!r}; it has {', '.join(known)}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise OwnModelError(f"{where}: {entrypoint!r} is a {type(found).__name__}, not a function")
+    return found
+
+
+def build(spec: OwnModel, *, seq_len: int, device: str, seed: int = 0) -> tuple[nn.Module, dict[str, Any]]:
+    """Call the user's function on `device` ("cpu" or "meta"), with torch's generator seeded: the same weights wherever
+    it is called. Raises OwnModelError."""
+    function = load_entrypoint(spec.entrypoint)
+    with torch.random.fork_rng(devices=()), torch.device(device):
+        torch.manual_seed(seed)
+        try:
+            made = function(vocab_size=spec.vocab_size, seq_len=seq_len, **spec.arguments)
+        except Exception as error:
+            raise OwnModelError(f"model.entrypoint: {spec.entrypoint!r} raised {told(error)}") from error
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and isinstance(made[1], dict)):
+        what = [type(one).__name__ for one in made] if isinstance(made, tuple) else type(made).__name__
+        raise OwnModelError(f"model.entrypoint: {spec.entrypoint!r} returned {what}; it must return (nn.Module, plan "
+                            "table), the table a dict")
+    _refuse(made[0])
+    return made
+
+
+def told(error: BaseException) -> str:
+    """Type, message, and the last line of the user's code that was running."""
+    frame = (traceback.extract_tb(error.__traceback__) or [None])[-1]
+    at = f" ({frame.filename}:{frame.lineno} in {frame.name})" if frame is not None else ""
+    return f"{type(error).__name__}: {error}{at}"
+
+
+def _refuse(model: nn.Module) -> None:
+    """What cannot be taken to other devices and layouts."""
+    problems, owner = [], {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                problems.append(f"{path or type(model).__name__}.{name} is a tensor that is neither parameter nor buffer; "
+                                "use register_buffer")
+        for name, parameter in module.named_parameters(recurse=False):
+            first = owner.setdefault(parameter, f"{path}.{name}")
+            if first != f"{path}.{name}":
+                problems.append(f"{path}.{name} and {first} are one parameter, which two units of data parallelism "
+                                "cannot share; give each its own")
+            if not parameter.requires_grad or not parameter.is_floating_point():
+                problems.append(f"{path}.{name} is not trained (requires_grad is false); make it a buffer")
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            problems.append(f"{path} drops out, and which numbers it draws would depend on the layout; set p=0")
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            problems.append(f"{path} is a batch norm, which mixes sequences of different ranks; use a norm of each token")
+    if problems:
+        raise OwnModelError("model.entrypoint: " + "; ".join(problems))

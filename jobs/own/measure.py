@@ -1,0 +1,223 @@
+"""What the planner has to know of an own model, measured without memory and without a GPU: parameters, FLOPs, bytes kept
+for the backward, what tensor parallelism moves.
+
+`python -m jobs.own.measure < ORDER.json` (jobs.spec.own_model): run by the orchestrator, which never imports the
+user's code. Builds the model on the meta device, splits it over a process group that does nothing, and runs one forward
+of one sequence on fake tensors for each degree of tp. The user's own prints go to stderr.
+"""
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from jobs.mesh import local_of
+from jobs.own.build import OwnModelError, build, told
+from jobs.own.chain import Chain, trace
+from jobs.own.split import apply_styles
+from jobs.own.table import Table, resolve, sequence_parallel_problem, tp_problem
+from jobs.parallel.recompute import KEPT
+from jobs.spec.load import from_dict, to_dict
+from jobs.spec.own_model import Measured, MeasureAnswer, MeasureOrder, OwnModel, OwnProfile, Piece
+
+ELEMENT_BYTES = 4  # models are built in float32
+
+
+def measure(spec: OwnModel, *, seq_len: int, degrees: tuple[int, ...]) -> OwnProfile:
+    """Raises OwnModelError."""
+    model, table, chain = _built(spec, seq_len=seq_len)
+    no_sequence = sequence_parallel_problem(model, table)
+    no_tp = {tp: problem for tp in degrees if (problem := tp_problem(model, table, tp=tp)) is not None}
+    measured = [_measure(spec, seq_len=seq_len, tp=1, sequence_parallel=False)]
+    for tp in sorted(set(degrees) - {1} - no_tp.keys()):
+        for sequence_parallel in (False,) if no_sequence or seq_len % tp else (False, True):
+            measured.append(_measure(spec, seq_len=seq_len, tp=tp, sequence_parallel=sequence_parallel))
+    return OwnProfile(num_params=sum(p.numel() for p in model.parameters()), measured=tuple(measured), no_pp=chain.broken,
+                      flops_per_token=3 * chain.forward_flops / seq_len, splits_logits=table.head is not None, no_tp=no_tp,
+                      no_sequence_parallel=no_sequence)
+
+
+def _built(spec: OwnModel, *, seq_len: int) -> tuple[nn.Module, Table, Chain]:
+    model, raw = build(spec, seq_len=seq_len, device="meta")
+    table = resolve(raw, model)
+    return model, table, trace(model, table, seq_len=seq_len, vocab_size=spec.vocab_size)
+
+
+def _measure(spec: OwnModel, *, seq_len: int, tp: int, sequence_parallel: bool) -> Measured:
+    model, table, _ = _built(spec, seq_len=seq_len)
+    with _fake_group(tp):
+        if tp > 1:
+            apply_styles(model, table, mesh=init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",)),
+                         sequence_parallel=sequence_parallel)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model._apply(_on_cpu)
+            count = _Count(model, table, share=tp if sequence_parallel else 1)
+            tokens = torch.zeros(1, seq_len, dtype=torch.int64)
+            with torch.autograd.graph.saved_tensors_hooks(count.pack, lambda packed: packed), count:
+                logits = _forward(model, tokens, tp=tp, sequence_parallel=sequence_parallel)
+    wanted = spec.vocab_size // tp if table.head is not None else spec.vocab_size
+    if tuple(logits.shape) != (1, seq_len, wanted):
+        raise OwnModelError(f"plan table: at tp={tp} the logits are {list(logits.shape)}, not [1, {seq_len}, {wanted}]: "
+                            "something enters a split and does not leave it, or the other way round")
+    before, *blocks, behind = count.pieces
+    return Measured(tp=tp, sequence_parallel=sequence_parallel, before=before.piece(), behind=behind.piece(),
+                    blocks=tuple(block.piece() for block in blocks), hidden=count.hidden)
+
+
+def _forward(model: nn.Module, tokens: Tensor, *, tp: int, sequence_parallel: bool) -> Tensor:
+    try:
+        return model(tokens)
+    except Exception as error:
+        raise OwnModelError(f"plan table: at tp={tp}, sequence_parallel={sequence_parallel} a forward raised "
+                            f"{told(error)}") from error
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return torch.empty_like(tensor, device="cpu")
+    return DTensor.from_local(torch.empty_like(tensor.to_local(), device="cpu"), tensor.device_mesh, tensor.placements,
+                              run_check=False)
+
+
+@contextmanager
+def _fake_group(tp: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tp)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class _Sum:
+    """What one piece has done so far."""
+
+    def __init__(self, params: int) -> None:
+        self.figures: dict[str, Any] = {"params": params, "flops": 0.0, "moved": 0.0, "kernels": 0, "saved": 0.0,
+                                        "kept": 0.0, "entered": 0.0, "left": 0.0, "entries": 0, "exits": 0}
+
+    def add(self, **figures: float) -> None:
+        for name, value in figures.items():
+            self.figures[name] += value
+
+    def piece(self) -> Piece:
+        return Piece(**self.figures)
+
+
+class _Count(TorchDispatchMode):
+    """Counts every operation of a forward, piece by piece: before the blocks, each block, behind them."""
+
+    def __init__(self, model: nn.Module, table: Table, *, share: int) -> None:
+        super().__init__()
+        self.share = share  # ranks that share out the tokens between splits
+        self.hidden = 0
+        blocks = [model.get_submodule(path) for path in table.blocks]
+        inside = sum(_numel(block) for block in blocks)
+        first = [module for path, module in model.named_children() if module not in blocks]
+        self.pieces = [_Sum(0), *(_Sum(_numel(block)) for block in blocks), _Sum(_numel(model) - inside)]
+        self.now = self.pieces[0]
+        self._held = {local_of(p).untyped_storage()._cdata for p in model.parameters()}
+        self._seen: set[int] = set()
+        for i, block in enumerate(blocks):
+            block.register_forward_pre_hook(self._enter(i + 1), prepend=True)
+            block.register_forward_hook(self._leave(i + 1 if i + 1 < len(blocks) else None))
+        for module in first:
+            module.register_forward_pre_hook(self._owns(module))
+        self._watch_splits(model, table)
+
+    def _watch_splits(self, model: nn.Module, table: Table) -> None:
+        splits = tuple(f"{path}." for path, style in table.styles.items() if style == "split")
+        for path, style in table.styles.items():
+            module = model.get_submodule(path)
+            if style in ("column", "head", "split") and not path.startswith(splits):
+                module.register_forward_pre_hook(
+                    lambda module, args: self.now.add(entered=args[0].numel() * self.share, entries=1), prepend=True)
+            if style in ("row", "vocab"):
+                module.register_forward_hook(
+                    lambda module, args, out: self.now.add(left=out.numel() * self.share, exits=1))
+
+    def _enter(self, index: int):
+        def hook(module: nn.Module, args: tuple) -> None:
+            self.now = self.pieces[index]
+            self.now.add(kept=args[0].numel())
+        return hook
+
+    def _leave(self, following: int | None):
+        def hook(module: nn.Module, args: tuple, output: Tensor) -> None:
+            self.hidden = output.numel()
+            self.now = self.pieces[-1] if following is None else self.pieces[0]
+        return hook
+
+    def _owns(self, module: nn.Module):
+        """Parameters lie where they are used first."""
+        def hook(module_: nn.Module, args: tuple) -> None:
+            if self.now is self.pieces[0] and id(module) not in self._seen:
+                self._seen.add(id(module))
+                self.now.add(params=_numel(module))
+                self.pieces[-1].add(params=-_numel(module))
+        return hook
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._held:
+            self._held.add(storage._cdata)
+            self.now.add(saved=storage.nbytes() / ELEMENT_BYTES)
+        return tensor
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
+        made = [t for t in tree_flatten(out)[0] if isinstance(t, Tensor)]
+        if func.namespace == "c10d" or func.is_view:
+            return out
+        self.now.add(kernels=1)
+        if (flops := _flops(func, args, kwargs or {}, out)) is not None:
+            self.now.add(flops=flops)
+        else:
+            self.now.add(moved=sum(t.numel() * t.element_size() for t in (*given, *made)) / ELEMENT_BYTES)
+        if func in KEPT:
+            self.now.add(kept=made[0].numel())
+        return out
+
+
+def _flops(func, args: tuple, kwargs: dict, out: Any) -> float | None:
+    """None: not an operation that multiplies matrices."""
+    if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+        return sdpa_flop_count(*(t.shape for t in args[:3]))
+    counted = flop_registry.get(func.overloadpacket)
+    return None if counted is None else counted(*args, **kwargs, out_val=out)
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(local_of(p).numel() for p in module.parameters())
+
+
+def main() -> None:
+    order = from_dict(MeasureOrder, json.load(sys.stdin), origin="order")
+    os.chdir(order.workdir)
+    sys.path.insert(0, order.workdir)
+    with redirect_stdout(sys.stderr):
+        try:
+            answer = MeasureAnswer(profile=measure(order.model, seq_len=order.seq_len, degrees=order.tp))
+        except OwnModelError as refused:
+            if refused.__cause__ is not None:
+                traceback.print_exception(refused.__cause__)
+            answer = MeasureAnswer(problems=tuple(str(refused).splitlines()))
+    print(json.dumps(to_dict(answer)))
+
+
+if __name__ == "__main__":
+    main()

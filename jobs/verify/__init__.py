@@ -1,0 +1,107 @@
+"""One rank of any world on one machine: the trainer's own model, layout and step, on tensors without data.
+
+`python -m jobs.verify JOB.json RANK` (called by `orc verify`) prints a RankReport. What is real: every module, hook,
+schedule and optimizer of jobs.parallel and jobs.optim. What is not: the other ranks (torch's `fake` group answers at
+once), the values (FakeTensorMode), the routing (even: jobs.verify.routing), and on a machine without a GPU its
+kernels (jobs.verify.kernels). What a kernel or NCCL allocates for itself is not seen.
+"""
+import contextlib
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining._utils import InferenceMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from jobs.mesh import all_reduce, build_mesh, coordinate, local_of
+from jobs.optim import Optimizer
+from jobs.parallel import ParallelModel, parallelize
+from jobs.parallel.pipeline import Pipeline
+from jobs.spec.job import Device, JobSpec
+from jobs.spec.verification import LocalShape, RankReport
+from jobs.trainer import LOSS_AXES
+from jobs.verify.collectives import CollectiveLog, axes_of_groups
+from jobs.verify.kernels import CudaKernels
+from jobs.verify.memory import PeakMemory
+from jobs.verify.routing import EvenRouting
+
+CPU = torch.device("cpu")  # fake tensors of a GPU need a torch that is built for it
+
+
+def verify(job: JobSpec, *, rank: int) -> RankReport:
+    """Build what this rank would build and run its first step. Raises what the trainer would raise: ValueError for a
+    layout that it refuses, RuntimeError for shapes that do not fit."""
+    start = time.monotonic()
+    with pretended_rank(rank, world_size=job.world_size):
+        mesh = build_mesh(job.layout.dims, device=CPU)
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        parallel = parallelize(job.model, mesh=mesh, layout=job.layout, training=job.training, device=CPU,
+                               weights=_NoValues(), allocating=mode)
+        optimizer = Optimizer(parallel.parameters.items(), spec=job.training.optimizer, total_steps=job.training.steps,
+                              mesh=mesh, copies=parallel.copies)
+        if isinstance(parallel.schedule, Pipeline):
+            _without_votes(parallel.schedule)
+        axes = axes_of_groups(mesh, parallel.expert_mesh)
+        memory, log = PeakMemory(parallel, optimizer, axes=axes), CollectiveLog(axes)
+        with kernels_of(job.device), mode, EvenRouting(), memory, log:
+            step(job, parallel=parallel, optimizer=optimizer, mesh=mesh)
+        here = coordinate(mesh)
+        return RankReport(rank=rank, coordinate=here, stages=job.layout.stages(here["pp"]),
+                          peak_bytes=memory.peak_bytes, collectives=log.collectives(), shapes=_shapes(parallel),
+                          seconds=time.monotonic() - start)
+
+
+@contextlib.contextmanager
+def pretended_rank(rank: int, *, world_size: int) -> Iterator[None]:
+    """This process as one rank of a group whose other members answer at once, with nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def kernels_of(device: Device) -> contextlib.AbstractContextManager:
+    return CudaKernels() if device == "cuda" else contextlib.nullcontext()
+
+
+def step(job: JobSpec, *, parallel: ParallelModel, optimizer: Optimizer, mesh: DeviceMesh) -> None:
+    """As Trainer._step, without its clocks and reports."""
+    layout = job.layout
+    tokens = None
+    if parallel.holds_first or parallel.holds_last:
+        rows = layout.microbatch_size * layout.num_microbatches
+        tokens = torch.zeros(rows, job.training.seq_len // layout.dims.cp, dtype=torch.int64)
+    loss = parallel.forward_backward(tokens, tokens, step=1)
+    if parallel.holds_last:
+        all_reduce(loss, mesh=mesh, axes=LOSS_AXES)
+    optimizer.step(1)
+    parallel.refresh_weights()
+
+
+class _NoValues:
+    """In the place of weights to start from."""
+
+    def slice(self, name: str, shape: tuple[int, ...], *, sizes: tuple[int, ...], offsets: tuple[int, ...]) -> Tensor:
+        return torch.empty(()).expand(sizes)
+
+
+def _without_votes(pipeline: Pipeline) -> None:
+    """Before its first step torch lets the stages vote whether shapes are static, by messages whose values nobody
+    sends here. Ours always are."""
+
+    def all_static(stages, *_args) -> None:
+        for stage in stages:
+            stage._inference_mode = InferenceMode.STATIC
+
+    pipeline.schedule._warmup_p2p = all_static
+
+
+def _shapes(parallel: ParallelModel) -> tuple[LocalShape, ...]:
+    return tuple(LocalShape(name=name, whole=tuple(p.shape), local=tuple(local_of(p).shape),
+                            dtype=str(p.dtype).removeprefix("torch."))
+                 for name, p in parallel.parameters.items())

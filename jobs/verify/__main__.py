@@ -1,0 +1,26 @@
+"""`python -m jobs.verify JOB.json RANK`: the rank's report as JSON on standard output."""
+import json
+import logging
+import sys
+import warnings
+from pathlib import Path
+
+from jobs.spec.job import JobSpec
+from jobs.spec.load import from_dict, to_dict
+from jobs.verify import verify
+
+
+def main() -> None:
+    """What goes wrong is the answer: one line of it for the caller, the traceback above for a reader."""
+    path, rank = sys.argv[1], int(sys.argv[2])
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore")
+    job = from_dict(JobSpec, json.loads(Path(path).read_text()), origin=path)
+    try:
+        print(json.dumps(to_dict(verify(job, rank=rank))))
+    except ValueError as refused:
+        sys.exit(f"refused: {refused}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Even routing for a step without values: of every count the trainer waits for, the value that an even load gives.
+
+Where tokens go decides the shapes of what experts get, so a count cannot be left unknown. This mode, outside of
+FakeTensorMode, answers the operations that make counts (bincount, the exchange of counts) with even ones and carries
+them through whatever arithmetic follows, so that the trainer's own `.tolist()` finds them.
+"""
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
+
+aten = torch.ops.aten
+
+
+class EvenRouting(TorchDispatchMode):
+    """Known values of fake tensors, by tensor; int64 and as small as counts are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is aten.bincount.default:
+            return self._count(args[0], kwargs.get("minlength", args[2] if len(args) > 2 else 0))
+        if func.namespace == "c10d":
+            return self._exchange(func, args, kwargs)
+        tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        if not tensors or not all(t in self._known for t in tensors):
+            out = func(*args, **kwargs)
+            return out
+        with _disable_current_modes():
+            values = func(*tree_map_only(Tensor, self._known.get, args), **tree_map_only(Tensor, self._known.get, kwargs))
+        if not isinstance(values, Tensor | list | tuple):
+            return values  # .item()
+        outs = func(*args, **kwargs)
+        for out, value in zip(tree_flatten(outs)[0], tree_flatten(values)[0], strict=True):
+            self._known[out] = value
+        return outs
+
+    def _count(self, chosen: Tensor, bins: int) -> Tensor:
+        counts = chosen.new_zeros(bins, dtype=torch.int64)
+        with _disable_current_modes():
+            each, surplus = divmod(chosen.numel(), bins)
+            self._known[counts] = each + (torch.arange(bins) < surplus)
+        return counts
+
+    def _exchange(self, func, args: tuple, kwargs: dict):
+        out = func(*args, **kwargs)
+        tensors = [x for x in tree_flatten(args)[0] if isinstance(x, Tensor)]
+        if func.overloadpacket.__name__ == "alltoall_base_" and tensors[1] in self._known:
+            self._known[tensors[0]] = self._known[tensors[1]]  # every rank sends what this one sends
+        return out

@@ -1,0 +1,56 @@
+"""A run's data as its config is checked: does it exist, does it fit the model and the training, what lies where.
+
+Called by orchestrator.config (check), orchestrator.load and orchestrator.submission.prepare. Reads headers, no tokens.
+"""
+import dataclasses
+import math
+import os
+from pathlib import Path
+
+from jobs.spec.load import Problem, SpecError
+from jobs.spec.tokens import (TokensInfo, absolute_source, fit_problems, is_token_file, named_sources, read_info,
+                              whole_shares)
+from jobs.spec.training import DataSpec, TrainingSpec
+
+
+def absolute_data(data: DataSpec) -> DataSpec:
+    """Paths as they were meant where the command was typed."""
+    sources = [dataclasses.replace(source, path=absolute_source(source.path)) for source in data.sources]
+    return dataclasses.replace(data, path=None if data.path is None else absolute_source(data.path), sources=sources)
+
+
+def data_problems(data: DataSpec, *, vocab_size: int | None, training: TrainingSpec | None,
+                  made: dict[str, TokensInfo] | None = None) -> list[Problem]:
+    """`made`: of sources that were text and are tokenized by now, by their place in the config."""
+    if data.path is None and not data.sources:
+        return [Problem(where="data.path", value=None, message="is missing; give it, or data.sources")]
+    if data.path is not None and data.sources:
+        return [Problem(where="data.path", value=data.path, message="is given and data.sources, too; give one of them")]
+    if not all(0 < source.weight < math.inf for source in data.all_sources):
+        return []  # reported with all other numbers
+    infos, found = dict(made or {}), _weight_problems(data)
+    for where, source in named_sources(data):
+        if where in infos:
+            continue
+        infos[where] = None
+        if is_token_file(source.path):
+            try:
+                infos[where] = read_info(Path(source.path))
+            except SpecError as error:
+                found += [dataclasses.replace(problem, where=f"{where}.path") for problem in error.problems]
+        elif not os.path.exists(source.path):  # False, not an error, for a name too long
+            found.append(Problem(where=f"{where}.path", value=source.path, message="does not exist; give a folder or a "
+                                 "text file, or what `orc data tokenize` made"))
+    if not found and vocab_size is not None and training is not None:
+        found = fit_problems(data, infos, vocab_size=vocab_size, training=training)
+    return found
+
+
+def _weight_problems(data: DataSpec) -> list[Problem]:
+    try:
+        whole_shares(tuple(source.weight for source in data.all_sources))
+    except ValueError as error:
+        source = data.all_sources[error.args[0]]
+        return [Problem(where=f"data.sources[{error.args[0]}].weight", value=source.weight,
+                        message="is less than one sample in 65,536; raise it, or leave the source out")]
+    return []

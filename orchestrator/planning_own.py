@@ -1,0 +1,50 @@
+"""The plan of a model of the user's own: measured in a process of its own, then planned.
+
+Called by orchestrator.planning. The user's code never runs in a process of the orchestrator.
+"""
+import json
+import subprocess
+import sys
+from collections.abc import Iterable
+
+from jobs.spec.load import Problem, SpecError, from_dict, to_dict
+from jobs.spec.own_model import MeasureAnswer, MeasureOrder, OwnProfile
+from orchestrator.config import RunConfig
+from orchestrator.planner.own import plan_own
+from orchestrator.planner.own_cost import OwnQuestion
+from orchestrator.planner.plan import Plan
+from orchestrator.planner.question import divisors
+
+OWN_PLAN_NOTE = ("an own model: parameters, FLOPs and bytes are counted from its code; how fast its matmuls run is not "
+                 "known, the chip's sustained rate is taken. cp and ep are not searched.")
+
+
+def make_own_plan(config: RunConfig) -> Plan:
+    """Raises SpecError: what the user's code or plan table gets wrong, or why no layout is possible."""
+    request = config.parallel
+    degrees = request.options("tp") or divisors(config.cluster.gpus_per_node)
+    question = OwnQuestion(model=config.model, profile=measure(config, degrees), training=config.training,
+                           cluster=config.cluster, headroom=config.memory.headroom)
+    return plan_own(question, request=request, num_nodes=config.cluster.num_nodes - config.placement.spares,
+                    allow_tp_across_nodes=config.placement.allow_tp_across_nodes)
+
+
+def measure(config: RunConfig, degrees: Iterable[int]) -> OwnProfile:
+    """Ask `python -m jobs.own.measure`. Raises SpecError with the problems that it found."""
+    order = MeasureOrder(model=config.model, seq_len=config.training.seq_len, workdir=config.workdir, tp=tuple(degrees))
+    done = subprocess.run([sys.executable, "-m", "jobs.own.measure"], input=json.dumps(to_dict(order)),
+                          capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"code {done.returncode}"])[-1]
+        raise SpecError([Problem(where="model.entrypoint", value=config.model.entrypoint,
+                                 message=f"could not be measured: {last}")])
+    answer = from_dict(MeasureAnswer, json.loads(done.stdout.splitlines()[-1]), origin="jobs.own.measure")
+    if answer.profile is None:
+        raise SpecError([_problem(text) for text in answer.problems])
+    return answer.profile
+
+
+def _problem(text: str) -> Problem:
+    """`where: message`, as the measuring process says it."""
+    where, colon, message = text.partition(": ")
+    return Problem(where=where, value=None, message=message) if colon else Problem(where="model", value=None, message=text)

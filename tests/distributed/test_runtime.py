@@ -1,0 +1,51 @@
+"""What a rank's process is given: a device of its own, and groups that do not wait for ever."""
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from jobs import runtime
+from jobs.mesh import build_mesh
+from jobs.parallel.expert import build_expert_mesh
+from jobs.spec.parallel import ParallelDims
+from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+DIMS = ParallelDims(dp_shard=2, cp=2, tp=1, ep=2)
+AXES = ("dp_shard", "cp", "fsdp", "ep", "expert_fsdp")
+
+
+def seconds_waited_for_an_absent_rank() -> dict[str, float]:
+    """By axis; on the ranks that wait for rank 3."""
+    cpu = torch.device("cpu")
+    mesh, experts = build_mesh(DIMS, device=cpu), build_expert_mesh(DIMS, device=cpu)
+    groups = {axis: (mesh if axis in mesh.mesh_dim_names or axis == "fsdp" else experts)[axis].get_group()
+              for axis in AXES}
+    runtime.limit_waiting(timeout_s=0.5)
+    waited = {}
+    if dist.get_rank() == 3:
+        time.sleep(5.0)
+        return waited
+    for axis, group in groups.items():
+        if 3 in dist.get_process_group_ranks(group):
+            start = time.monotonic()
+            with pytest.raises(RuntimeError):
+                dist.all_reduce(torch.zeros(1), group=group)
+            waited[axis] = time.monotonic() - start
+    return waited
+
+
+def test_no_group_waits_longer_than_it_is_told():
+    found = {axis: s for waited in run_ranks(seconds_waited_for_an_absent_rank, world_size=4)
+             for axis, s in waited.items()}
+    assert set(found) == set(AXES)
+    assert max(found.values()) < 3.0, found
+
+
+def test_a_rank_without_a_gpu_says_so(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "200")
+    with (pytest.raises(ValueError, match=r"cluster.gpus_per_node: local rank 200 finds \d+ GPUs .*; lower it"),
+          runtime.process_group("cuda", timeout_s=1.0, seed=0)):
+        pass

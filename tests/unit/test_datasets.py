@@ -1,0 +1,112 @@
+"""What is wrong with a run's data is said before it starts: at its place in the config, with the value and a remedy."""
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jobs.data.writer import TokenWriter
+from jobs.spec.load import SpecError
+from jobs.spec.rundir import RunDir
+from jobs.spec.training import DataSpec, SourceSpec, TrainingSpec
+from orchestrator.datasets import absolute_data, data_problems
+from orchestrator.load import load
+from orchestrator.submission.assemble import assemble_job
+from orchestrator.submission.prepare import prepare
+from tests.helpers.orc import training_run
+
+TRAINING = TrainingSpec(steps=10, seq_len=16, global_batch_size=4)
+
+# changes of a good DataSpec, of a model's vocabulary and of the training → the problems' beginnings
+WRONG = {
+    "nothing": (dict(path=None), {}, {}, ["data.path: is missing; give it, or data.sources"]),
+    "two ways": (dict(sources=[SourceSpec(path="x")]), {}, {}, ["is given and data.sources, too"]),
+    "no file": (dict(path="nowhere"), {}, {}, ["data.path: 'nowhere' does not exist; give"]),
+    "no index": (dict(path="lonely.bin"), {}, {}, ["data.path: 'lonely.bin' needs both lonely.bin and lonely.idx"]),
+    "no source": (dict(path=None, sources=[SourceSpec(path="good.bin"), SourceSpec(path="nowhere.bin"),
+                                           SourceSpec(path="nowhere")]), {}, {},
+                  ["data.sources[1].path: 'nowhere.bin' needs both", "data.sources[2].path: 'nowhere' does not exist"]),
+    "a small vocabulary": (dict(), dict(vocab_size=299), {},
+                           ["model.vocab_size: 299 is below the vocabulary of 300 tokens of good.bin"]),
+    "a small vocabulary for bytes": (dict(path="some.txt"), dict(vocab_size=255), {},
+                                     ["model.vocab_size: 255 is below the vocabulary of 256 tokens of some.txt"]),
+    "less than a sequence": (dict(), {}, dict(seq_len=1000), ["data.path: 'good.bin' holds 1,000 tokens, less than one "
+                                                              "sequence: training.seq_len=1000 needs one more"]),
+    "too few epochs": (dict(max_epochs=1.0), {}, dict(steps=1000),
+                       ["data.max_epochs: 1.0 is less than the 64.52 epochs of good.bin that training.steps=1000"]),
+    "too few epochs of one": (dict(path=None, max_epochs=2.0,
+                                   sources=[SourceSpec(path="good.bin"), SourceSpec(path="other.bin", weight=3.0)]),
+                              {}, dict(steps=60), ["data.max_epochs: 2.0 is less than the 15.00 epochs of other.bin"]),
+    "nothing of a source": (dict(path=None, sources=[SourceSpec(path="good.bin"),
+                                                     SourceSpec(path="other.bin", weight=1e-6)]), {}, {},
+                            ["data.sources[1].weight: 1e-06 is less than one sample in 65,536"]),
+}
+FINE = {
+    "a token file": dict(),
+    "text": dict(path="some.txt"),
+    "as often as it takes": dict(max_epochs=1.0),  # 40 samples of 62
+    "a mixture": dict(path=None, sources=[SourceSpec(path="good.bin", weight=0.3), SourceSpec(path="some.txt")]),
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, num_tokens in (("good", 1000), ("other", 200)):
+        with TokenWriter(tmp_path / f"{name}.bin", dtype="uint16") as writer:
+            writer.write(np.arange(num_tokens) % 256, lengths=np.array([num_tokens]), opens=np.array([True]))
+            writer.commit(vocab_size=300, tokenizer="t", eod=None, inputs_sha256="")
+    Path("lonely.bin").write_text("x")
+    Path("some.txt").write_text("some text\n" * 50)
+    return tmp_path
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_named(case, folder):
+    changes, model, training, beginnings = WRONG[case]
+    data = dataclasses.replace(DataSpec(path="good.bin"), **changes)
+    found = data_problems(data, vocab_size=model.get("vocab_size", 300),
+                          training=dataclasses.replace(TRAINING, **training))
+    assert len(found) == len(beginnings)
+    for problem, beginning in zip(found, beginnings):
+        assert beginning in str(problem)
+
+
+@pytest.mark.parametrize("case", FINE)
+def test_what_fits_is_taken(case, folder):
+    data = dataclasses.replace(DataSpec(path="good.bin"), **FINE[case])
+    assert data_problems(data, vocab_size=300, training=TRAINING) == []
+
+
+def test_paths_are_those_of_where_the_command_was_typed(folder):
+    data = absolute_data(DataSpec(sources=[SourceSpec(path=p) for p in ("good", "good.idx", "good.bin", "some.txt", "no")]))
+    assert [source.path for source in data.sources] == [
+        *[str(folder / "good.bin")] * 3, str(folder / "some.txt"), str(folder / "no")]
+
+
+# ------------------------------------------------------------------ in a run
+def test_a_mixture_is_prepared_and_handed_to_the_ranks(folder):
+    run_file = training_run(folder, nodes=1, ranks=1, data={"document_mask": True, "sources": [
+        {"path": str(folder / "good"), "weight": 0.25}, {"path": str(folder / "some.txt"), "weight": 0.75}]})
+    config = load(run_file, ["model.vocab_size=300"])
+    run_dir = prepare(config, None)
+    job = assemble_job(config, layout=None, world_size=1, run_dir=run_dir.path, attempt=1, resume_step=None)
+    assert [(source.path, source.weight) for source in job.data.all_sources] == [
+        (str(folder / "good.bin"), 0.25), (str(run_dir.path / "data" / "tokens-1.bin"), 0.75)]
+    assert job.data.document_mask
+    assert Path(job.data.all_sources[1].path).read_bytes() == Path("some.txt").read_bytes() + b"\0"
+
+
+def test_text_that_does_not_fit_is_refused_once_it_is_read(folder):
+    run_file = training_run(folder, nodes=1, ranks=1, data={"path": str(folder / "some.txt")})
+    config = load(run_file, ["training.seq_len=600"])
+    with pytest.raises(SpecError, match="holds 501 tokens, less than one sequence: training.seq_len=600"):
+        prepare(config, None)
+    assert not RunDir(config.run_dir).path.exists()
+
+
+def test_a_small_vocabulary_is_refused_where_the_run_is_read(folder):
+    """By the one function that plan, run and submit read it with."""
+    run_file = training_run(folder, nodes=1, ranks=1, data={"path": str(folder / "good")})
+    with pytest.raises(SpecError, match="model.vocab_size: 256 is below the vocabulary of 300 tokens of "):
+        load(run_file)
