@@ -14,6 +14,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -63,6 +64,7 @@ class Agent:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self.done.set)
         loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C is the supervisor's to answer
+        threading.Thread(target=self._look_at_logs, daemon=True).start()
         server = await asyncio.start_unix_server(self._serve_rank, self.socket_name.replace("@", "\0", 1),
                                                  limit=PROVEN_LIMIT)
         tasks = [asyncio.create_task(t) for t in (self._stay_connected(), self._heartbeat(), self._sample(),
@@ -214,6 +216,12 @@ class Agent:
         while True:
             await asyncio.sleep(self.welcome.heartbeat_s if self.welcome else RETRY_S)
             self._send(Heartbeat(node=self.node, t=time.time(), attempt=self.ranks.attempt, ranks=self.ranks.states()))
+
+    def _look_at_logs(self) -> None:
+        """In a thread: heartbeats must not wait for the run's file system."""
+        while True:
+            time.sleep(self.welcome.heartbeat_s if self.welcome else RETRY_S)
+            self.ranks.look_at_logs()
 
     async def _sample(self) -> None:
         gpus = _count_gpus() > 0

@@ -19,6 +19,7 @@ from jobs.hub_config import hub_config
 from jobs.safetensors import SafetensorsError, write_folder
 from jobs.spec.job import JobSpec
 from jobs.spec.load import from_dict
+from jobs.spec.own_model import OwnModel
 from jobs.spec.rundir import RunDir
 from jobs.spec.training import DType
 from jobs.weights import hub_problems, to_hub
@@ -30,6 +31,9 @@ def export(run: RunDir, *, step: int, folder: Path, dtype: DType = "float32") ->
     """Write weights and config.json of the checkpoint of `step`. Raises CheckpointCorrupt, and SafetensorsError for a
     model that has no counterpart there."""
     job = _job_of(run)
+    if isinstance(job.model, OwnModel):
+        raise SafetensorsError(f"model.entrypoint: {job.model.entrypoint!r} is a model of your own, of which Hugging Face "
+                               "has no counterpart; read the checkpoint's shards under your own names")
     if problems := hub_problems(job.model):
         raise SafetensorsError("; ".join(problems))
     reader = RawReader(run.checkpoint(step), step=step)

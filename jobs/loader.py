@@ -21,6 +21,7 @@ from jobs.spec.tokens import num_sequences
 from jobs.spec.training import DataSpec
 
 READ_AHEAD = 2  # batches: one slow read of a shared file system is not waited for
+PLACES_AT_ONCE = 64  # batches whose samples are looked up together: it takes hardly longer than for one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,8 +58,12 @@ class Loader:
         self.seed = seed
         self.slots = slots
         size = seq_len // num_chunks
-        self.columns = np.concatenate([np.arange(chunk * size, (chunk + 1) * size) for chunk in chunks])
+        # (columns of the rank's part, columns of the sequence)
+        self.parts = [(slice(i * size, (i + 1) * size), slice(chunk * size, (chunk + 1) * size))
+                      for i, chunk in enumerate(chunks)]
+        self.num_columns = size * len(chunks)
         self.device = device
+        self._places: tuple[int, np.ndarray, np.ndarray] | None = None  # of a block of batches
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         self._ahead: deque[tuple[int, Future[Batch]]] = deque()
 
@@ -68,17 +73,31 @@ class Loader:
             for _, unwanted in self._ahead:
                 unwanted.cancel()
             self._ahead.clear()
-        for cursor in range(data_cursor + len(self._ahead), data_cursor + 1 + READ_AHEAD):
-            self._ahead.append((cursor, self._pool.submit(self._read, cursor)))
+        if not self._ahead:
+            self._order(data_cursor)
         read = self._ahead.popleft()[1].result()
         inputs, targets = (t.to(self.device, non_blocking=True) for t in (read.inputs, read.targets))
+        for cursor in range(data_cursor + 1 + len(self._ahead), data_cursor + 1 + READ_AHEAD):
+            self._order(cursor)  # last: the thread that is woken takes Python's lock from this one
         return Batch(inputs=inputs, targets=targets, documents=read.documents)
+
+    def _order(self, cursor: int) -> None:
+        self._ahead.append((cursor, self._pool.submit(self._read, cursor)))
 
     def places(self, data_cursor: int) -> tuple[np.ndarray, np.ndarray]:
         """(source, sequence in it) of the sample in each of this rank's slots; the sequence is -1 for none."""
+        block, row = divmod(data_cursor, PLACES_AT_ONCE)
+        known = self._places
+        if known is None or known[0] != block:
+            self._places = known = block, *self._places_from(block * PLACES_AT_ONCE)
+        return known[1][row], known[2][row]
+
+    def _places_from(self, first: int) -> tuple[np.ndarray, np.ndarray]:
+        """places() of PLACES_AT_ONCE batches, [batches, slots]."""
+        cursors = np.arange(first, first + PLACES_AT_ONCE)[:, None]
         slots = np.arange(self.slots.start, self.slots.stop)
-        sources, ordinals = self.mixture.locate(data_cursor * self.global_batch_size + slots)
-        found = np.full(len(slots), -1, dtype=np.int64)
+        sources, ordinals = self.mixture.locate(cursors * self.global_batch_size + slots)
+        found = np.full(sources.shape, -1, dtype=np.int64)
         for source, size in enumerate(self.num_sequences):
             held = (slots < self.global_batch_size) & (sources == source)
             for epoch in np.unique(ordinals[held] // size):
@@ -87,7 +106,7 @@ class Loader:
         return sources, found
 
     def _read(self, data_cursor: int) -> Batch:
-        shape = len(self.slots), len(self.columns)
+        shape = len(self.slots), self.num_columns
         inputs, targets = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
         documents = np.zeros((len(self.slots), self.seq_len), dtype=np.int32) if self.document_mask else None
         held = [(row, self.files[source], sequence * self.seq_len)
@@ -96,13 +115,16 @@ class Loader:
             file.will_need(start, self.seq_len + 1)
         for row, file, start in held:
             window = self._window(file, start)
-            inputs[row], targets[row] = window[self.columns], window[self.columns + 1]
+            following = window[1:]
             if documents is not None or self.ignore_document_ends:
                 starts = file.document_starts(start + 1, start + self.seq_len + 1) - start
                 if documents is not None:
                     documents[row, starts[starts < self.seq_len]] = 1
                 if self.ignore_document_ends:
-                    targets[row, np.isin(self.columns + 1, starts)] = IGNORED
+                    following = following.copy()
+                    following[starts - 1] = IGNORED
+            for mine, columns in self.parts:
+                inputs[row, mine], targets[row, mine] = window[:-1][columns], following[columns]
         pin = self.device.type == "cuda"
         inputs, targets = (torch.from_numpy(a).pin_memory() if pin else torch.from_numpy(a) for a in (inputs, targets))
         if documents is not None:

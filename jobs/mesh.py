@@ -3,6 +3,8 @@
 Called by jobs.train. The order of axes and the rank numbers come from ParallelDims, so that placement,
 which never sees a DeviceMesh, speaks of the same coordinates.
 """
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -49,6 +51,20 @@ def all_reduce(tensor: Tensor, *, mesh: DeviceMesh, axes: tuple[str, ...]) -> Te
         if axis_size(mesh, axis) > 1:
             dist.all_reduce(tensor, group=mesh.get_group(axis))
     return tensor
+
+
+def start_all_reduce(tensor: Tensor, *, mesh: DeviceMesh, axes: tuple[str, ...]) -> Callable[[], Tensor]:
+    """As all_reduce, behind other work: starts along the first axis, and whoever wants the sum calls what is returned
+    (every rank must)."""
+    axes = [axis for axis in axes if axis_size(mesh, axis) > 1]
+    work = [dist.all_reduce(tensor, group=mesh.get_group(axis), async_op=True) for axis in axes[:1]]
+
+    def finish() -> Tensor:
+        for started in work:
+            started.wait()
+        return all_reduce(tensor, mesh=mesh, axes=axes[1:])
+
+    return finish
 
 
 def is_owner(tensor: Tensor, *, axes: tuple[str, ...] | None = None) -> bool:

@@ -26,6 +26,9 @@ from jobs.spec.rundir import RunDir
 from jobs.spec.wire import decode, encode
 
 LOG_TAIL_BYTES = 8192
+# A fork takes milliseconds and a SIGKILL less. A fork server that has done neither by then is stopped or stuck: it is
+# killed, and the kernel takes its ranks along.
+FORK_S, REAP_S = 60.0, 10.0
 
 
 class Ranks:
@@ -42,9 +45,11 @@ class Ranks:
         self.slots: dict[int, RankSlot] = {}  # rank → slot, of ranks ordered and not yet ended
         self.pids: dict[int, int] = {}
         self.progress: dict[int, RankProgress] = {}
+        self.written: dict[int, float] = {}  # rank → when it last wrote to its log
         self._server: subprocess.Popen | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task | None = None
+        self._forking: asyncio.Task | None = None
         self._ready = asyncio.Event()
         self._changed = asyncio.Event()  # set whenever a rank ends
 
@@ -113,6 +118,7 @@ class Ranks:
         """Fork every rank of this node's slice."""
         self.slots = {slot.rank: slot for slot in order.slots}
         self.progress.clear()
+        self.written.clear()
         if self._reading is None or self._reading.done():
             await self._lose_all()
             return
@@ -121,15 +127,24 @@ class Ranks:
             log = self.run_dir.rank_log(order.attempt, slot.rank)
             self._writer.write(encode(Fork(job=order.job, rank=slot.rank, env=env, log_path=str(log))))
         await self._writer.drain()
+        self._forking = asyncio.create_task(self._expect_forks(order.attempt))
+
+    async def _expect_forks(self, attempt: int) -> None:
+        await asyncio.sleep(FORK_S)
+        if self.attempt == attempt and self.slots.keys() - self.pids.keys():
+            self._server.kill()  # reported, rank by rank, as what it is: _lose_all
 
     async def kill(self, grace_s: float) -> None:
         """SIGTERM, then SIGKILL after `grace_s`; returns when no rank and no child of one is left."""
-        for signum, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, None)):
+        for signum, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, REAP_S)):
             if not self.slots:
                 break
             self._writer.write(encode(Signal(signum=signum)))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._all_ended(), wait_s)
+        if self.slots:
+            self._server.kill()
+            await self._all_ended()
         self._sweep()
 
     async def close(self) -> None:
@@ -161,15 +176,14 @@ class Ranks:
         known = ((rank, self.progress.get(rank)) for rank in self.slots)
         return tuple(RankState(rank=rank, pid=self.pids.get(rank, 0), step=p.step if p else 0,
                                phase=p.phase if p else "starting", t=p.t if p else 0.0,
-                               active_t=max(p.t if p else 0.0, self._written_t(rank))) for rank, p in known)
+                               active_t=max(p.t if p else 0.0, self.written.get(rank, 0.0))) for rank, p in known)
 
-    def _written_t(self, rank: int) -> float:
-        """When the rank last wrote to its log; 0 if it has not."""
-        try:
-            status = self.run_dir.rank_log(self.attempt, rank).stat()
-        except OSError:
-            return 0.0
-        return status.st_mtime if status.st_size else 0.0
+    def look_at_logs(self) -> None:
+        """Note when each rank last wrote to its log. For a thread of its own: a file system may keep it waiting."""
+        for rank in list(self.slots):
+            with contextlib.suppress(OSError):
+                status = self.run_dir.rank_log(self.attempt, rank).stat()
+                self.written[rank] = status.st_mtime if status.st_size else 0.0
 
     def _environment(self, order: Start, slot: RankSlot, address: str) -> dict[str, str]:
         env = scrubbed(os.environ) | rank_environment(

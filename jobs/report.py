@@ -1,5 +1,5 @@
-"""What a trainer of the user's own may tell orc: its steps and its checkpoints. Two functions; both do nothing where the
-trainer was not started by orc, so a script may call them always.
+"""What a trainer of the user's own may tell orc: its steps and its checkpoints. Two functions; both do nothing where
+the trainer was not started by orc, so a script may call them always.
 
     from jobs import report
     report.step(step, loss=loss, tokens=tokens)     # after every update, on every rank
@@ -28,8 +28,8 @@ RUN_DIR = "ORC_RUN_DIR"  # in every rank's environment
 
 def step(step: int, *, loss: float | None = None, tokens: int | None = None, grad_norm: float | None = None,
          lr: float | None = None) -> None:
-    """Update number `step` (from 1) is done. To be called on every rank; rank 0's figures are recorded. `tokens`: of the
-    step, all ranks. What is not given is unknown, not zero."""
+    """Update number `step` (from 1) is done. To be called on every rank; rank 0's figures are recorded. `tokens`: of
+    the step, all ranks. What is not given is unknown, not zero."""
     if (reporter := _reporter()) is not None:
         reporter.step(step, loss=loss, tokens=tokens, grad_norm=grad_norm, lr=lr)
 

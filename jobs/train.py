@@ -20,11 +20,12 @@ from jobs.own import flops_per_token, parallelize_own
 from jobs.parallel import ParallelModel, parallelize
 from jobs.recorder import Recorder
 from jobs.spec.job import JobSpec
-from jobs.spec.load import from_dict
+from jobs.spec.load import SpecError, from_dict
 from jobs.spec.model import AttentionConvention
 from jobs.spec.own_model import OwnModel
 from jobs.spec.parallel import cp_chunks
 from jobs.spec.rundir import RunDir
+from jobs.spec.support import compile_problems
 from jobs.trainer import CheckpointPlan, Trainer
 from jobs.weights import HubWeights
 
@@ -46,6 +47,9 @@ def build_parallel(job: JobSpec, *, mesh: DeviceMesh, device: torch.device) -> P
     where = {"mesh": mesh, "layout": job.layout, "training": job.training, "device": device}
     if isinstance(job.model, OwnModel):
         return parallelize_own(job.model, **where)
+    if job.training.compile and (problems := compile_problems(job.layout, model=job.model,
+                                                              documents=job.data.document_mask)):
+        raise SpecError(problems)
     return parallelize(job.model, **where, weights=first_weights(job))
 
 

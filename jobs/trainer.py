@@ -14,7 +14,7 @@ from jobs import checkpoint, runtime
 from jobs.checkpoint import Progress, TrainingState
 from jobs.faults import strike
 from jobs.loader import Loader
-from jobs.mesh import all_reduce
+from jobs.mesh import start_all_reduce
 from jobs.metrics import RateMeter, peak_memory_bytes
 from jobs.optim import Optimizer
 from jobs.parallel import ParallelModel
@@ -107,13 +107,14 @@ class Trainer:
         self.recorder.progress(self.progress.step, "forward_backward")
         loss = self.parallel.forward_backward(batch and batch.inputs, batch and batch.targets, step=step,
                                               documents=batch and batch.documents)
-        if self.parallel.holds_last:
-            loss = all_reduce(loss, mesh=self.mesh, axes=LOSS_AXES)
+        # behind the optimizer: a step must not wait for what only its report needs
+        summed = start_all_reduce(loss, mesh=self.mesh, axes=LOSS_AXES if self.parallel.holds_last else ())
         runtime.synchronize(self.device)
         after_backward = time.perf_counter()
         self.recorder.progress(self.progress.step, "optimizer")
         norm, lr = self.optimizer.step(step)
         self.parallel.refresh_weights()
+        loss = summed()
         runtime.synchronize(self.device)
         durations = Durations(data_s=after_data - start, forward_backward_s=after_backward - after_data,
                               optimizer_s=time.perf_counter() - after_backward, checkpoint_s=self._stalled_s)

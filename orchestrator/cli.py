@@ -22,7 +22,8 @@ from orchestrator.load import load_traced, read_stored
 from orchestrator.monitoring.history import HistoryError
 from orchestrator.monitoring.status import render_report, render_status, write_report
 from orchestrator.monitoring.summary import summary_json
-from orchestrator.export import export
+from orchestrator.dialects import wishes_for
+from orchestrator.export import export, notes
 from orchestrator.foreign import read_request
 from orchestrator.planner import Plan, plan_json
 from orchestrator.planner.explain import diff
@@ -30,7 +31,7 @@ from orchestrator.planner.page import write_page
 from orchestrator.planner.show import show_plan
 from orchestrator.planner.show_explain import axes_table, diff_table, show_explained, untrained_note
 from orchestrator.planning_own import OWN_PLAN_NOTE
-from orchestrator.planning import (explained, explained_json, make_plan, read_plan, runnable, winner_of, with_axes)
+from orchestrator.planning import (explained, explained_json, make_plan, read_plan, runnable, winner_of)
 from orchestrator.submission import Executor, SubmissionError
 from orchestrator.submission.assemble import assemble_request
 from orchestrator.submission.local import LocalExecutor
@@ -72,6 +73,8 @@ def plan_command(run_file: RunFile, overrides: Overrides = EMPTY, as_json: Json 
                                                              "winner, e.g. tp=16,pp=2")] = None,
                  other: Annotated[Path | None, typer.Option("--from", metavar="FILE", help="take the degrees of an "
                                                             "Accelerate or Axolotl YAML")] = None,
+                 tool: Annotated[str | None, typer.Option("--for", metavar="TOOL", help="only what accelerate, axolotl, "
+                                                          "torchtitan or megatron can say, to be exported")] = None,
                  against: Annotated[Path | None, typer.Option("--diff", metavar="PLAN.json", help="RUN is a plan.json "
                                                               "too: what changes from RUN to this one")] = None,
                  axes: Annotated[bool, typer.Option(help="search each axis without and with it")] = True) -> None:
@@ -83,10 +86,13 @@ def plan_command(run_file: RunFile, overrides: Overrides = EMPTY, as_json: Json 
         console.print(diff_table(diff(*plans), names=(run_file.name, against.name)), highlight=False)
         return
     loaded = load_traced(run_file, overrides)
+    request = loaded.config.parallel
     if other is not None:
-        request = read_request(other, request=loaded.config.parallel)
-        loaded = dataclasses.replace(loaded, config=dataclasses.replace(loaded.config, parallel=request))
-    made = make_plan(loaded, trainable=False)
+        request = read_request(other, request=request)
+    if tool is not None:
+        request = wishes_for(request, tool=tool)
+    loaded = dataclasses.replace(loaded, config=dataclasses.replace(loaded.config, parallel=request))
+    made = make_plan(loaded, trainable=False, axes=axes and explain is None)
     if made is None:
         raise SystemExit("this run has a `command:` or `entrypoint:`: it lays itself out, there is nothing to plan")
     config = loaded.config
@@ -94,8 +100,6 @@ def plan_command(run_file: RunFile, overrides: Overrides = EMPTY, as_json: Json 
         show_own_plan(made, as_json=as_json, asked={"--explain": explain, "--html": html})
         return
     beside = explained(explain, made, config) if explain is not None else None
-    if axes and beside is None:
-        made = with_axes(made, config)
     if as_json:
         print(json.dumps(plan_json(made) | ({"explained": explained_json(beside)} if beside else {}), indent=1))
     elif beside is not None:
@@ -116,8 +120,8 @@ def show_own_plan(made: Plan, *, as_json: bool, asked: dict[str, object]) -> Non
     """Of an own model: what was measured has no variations to show."""
     for option, value in asked.items():
         if value is not None:
-            raise SpecError([Problem(where=option, value=str(value), message="varies sizes that only a decoder of orc's "
-                                     "has; of an own model `orc plan` shows what fixing parallel.* costs")])
+            raise SpecError([Problem(where=option, value=str(value), message="varies sizes that only a decoder of "
+                                     "orc's has; of an own model `orc plan` shows what fixing parallel.* costs")])
     if as_json:
         print(json.dumps(plan_json(made), indent=1))
     else:
@@ -146,8 +150,11 @@ def verify_command(run_file: RunFile, overrides: Overrides = EMPTY, as_json: Jso
 @app.command("export")
 def export_command(plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, or a run's directory")],
                    to: Annotated[str, typer.Option(help="accelerate, axolotl, torchtitan or megatron")]) -> None:
-    """A plan in another trainer's own terms, on standard output."""
-    print(export(read_plan(plan_file), to=to), end="")
+    """A plan in another trainer's own terms, on standard output; what is lost on the way, on standard error."""
+    plan = read_plan(plan_file)
+    print(export(plan, to=to), end="")
+    for note in notes(plan, to=to):
+        print(f"orc: {note}", file=sys.stderr)
 
 
 @app.command("validate")

@@ -179,7 +179,8 @@ def _check_own_code(config: RunConfig) -> list[Problem]:
         refuse("command", command[0], "is no program that can be run here")
     if command is not None and config.entrypoint is not None:
         refuse("entrypoint", config.entrypoint, "and `command:` are two trainers; leave one")
-    for where, value in (("entrypoint", config.entrypoint), ("model.entrypoint", own_model and config.model.entrypoint)):
+    for where, value in (("entrypoint", config.entrypoint),
+                         ("model.entrypoint", own_model and config.model.entrypoint)):
         if value and not re.fullmatch(r"[\w.]+:[\w.]+", value):
             refuse(where, value, "is not package.module:function")
     if config.arguments and config.entrypoint is None:
@@ -189,8 +190,8 @@ def _check_own_code(config: RunConfig) -> list[Problem]:
     if config.workdir is not None and not os.path.isdir(config.workdir):
         refuse("workdir", config.workdir, "is no directory; give the one that your code is imported from")
     if own_model and config.training and config.training.initial_weights:
-        refuse("training.initial_weights", config.training.initial_weights, "is for the decoders that orc builds; an own "
-               "model reads weights in its `build`")
+        refuse("training.initial_weights", config.training.initial_weights, "is for the decoders that orc builds; an "
+               "own model reads weights in its `build`")
     if own_model and config.data and config.data.document_mask:
         refuse("data.document_mask", True, "is for the decoders that orc builds; an own model is given tokens alone")
     return found

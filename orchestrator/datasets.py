@@ -3,14 +3,19 @@
 Called by orchestrator.config (check), orchestrator.load and orchestrator.submission.prepare. Reads headers, no tokens.
 """
 import dataclasses
+import json
 import math
 import os
 from pathlib import Path
 
-from jobs.spec.load import Problem, SpecError
+from jobs.spec.load import Problem, SpecError, from_dict, to_dict
 from jobs.spec.tokens import (TokensInfo, absolute_source, fit_problems, is_token_file, named_sources, read_info,
-                              whole_shares)
+                              whole_shares, with_token_files)
 from jobs.spec.training import DataSpec, TrainingSpec
+
+
+FILES = "files.json"  # in the run's folder of data
+IDENTITY = ("num_tokens", "dtype", "num_documents", "vocab_size", "checksum")
 
 
 def absolute_data(data: DataSpec) -> DataSpec:
@@ -54,3 +59,24 @@ def _weight_problems(data: DataSpec) -> list[Problem]:
         return [Problem(where=f"data.sources[{error.args[0]}].weight", value=source.weight,
                         message="is less than one sample in 65,536; raise it, or leave the source out")]
     return []
+
+
+# ------------------------------------------------------------------ the same data from the first attempt to the last
+def record_files(data: DataSpec, folder: Path) -> None:
+    """Write down what the token files are that a run begins with."""
+    files = {source.path: to_dict(read_info(Path(source.path))) for source in with_token_files(data, folder).all_sources}
+    (folder / FILES).write_text(json.dumps(files, indent=1) + "\n")
+
+
+def refuse_changed_files(data: DataSpec, folder: Path) -> None:
+    """Raises SpecError where a file is not the one that the run began with: it would go on with other samples."""
+    if not (folder / FILES).is_file():
+        raise SpecError([Problem(where="data", value=str(folder / FILES), message="is missing: this run was prepared by "
+                                 "another version; start a run of another name")])
+    recorded = json.loads((folder / FILES).read_text())
+    for (where, _), source in zip(named_sources(data), with_token_files(data, folder).all_sources):
+        before, now = from_dict(TokensInfo, recorded[source.path]), read_info(Path(source.path))
+        if any(getattr(before, name) != getattr(now, name) for name in IDENTITY):
+            raise SpecError([Problem(where=f"{where}.path", value=source.path, message="is not the file that the run "
+                                     f"began with ({before.num_tokens:,} tokens, {before.checksum or 'no checksum'}); "
+                                     "put that back, or start a run of another name")])

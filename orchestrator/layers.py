@@ -31,19 +31,44 @@ class Layer:
 
 def read_yaml(path: Path, problems: list[Problem], prefix: str = "") -> Layer:
     try:
-        text = path.read_text()
-        node = yaml.compose(text)
-        data = OmegaConf.to_container(OmegaConf.create(text), resolve=False) if node is not None else {}
-    except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
-        message = f"cannot be read: {first_line(error)}"
-        problems.append(Problem(where=prefix or "file", value=str(path), message=message))
-        return Layer({}, {})
-    if not isinstance(data, dict):
-        problems.append(Problem(where=prefix or "file", value=str(path), message="is not a mapping of keys to values"))
+        node, data = parse_yaml(path)
+    except ValueError as error:
+        problems.append(Problem(where=prefix or "file", value=str(path), message=f"cannot be read: {error}"))
         return Layer({}, {})
     leaves = _flatten(data, prefix)
     lines = _lines(node, prefix)
     return Layer(leaves, {key: f"{path}:{lines.get(key, 1)}" for key in leaves})
+
+
+def parse_yaml(path: Path) -> tuple[Any, dict[str, Any]]:
+    """A YAML's node, which knows the lines, and its mapping. Aliases are expanded up to OmegaConf's bound, a key that
+    is given twice is refused. Raises ValueError with one line."""
+    try:
+        text = read_text(path)
+        node = yaml.compose(text)
+        data = OmegaConf.to_container(OmegaConf.create(text), resolve=False) if node is not None else {}
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except yaml.MarkedYAMLError as error:
+        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ValueError(f"{error.problem or first_line(error)}{line}") from None
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(first_line(error)) from error
+    if not isinstance(data, dict):
+        raise ValueError("it is not a mapping of keys to values")
+    return node, typing.cast(dict[str, Any], data)
+
+
+def read_text(path: Path, *, limit_kib: int = 256) -> str:
+    """Of a plain file that is no larger than a person, or `orc` itself, writes: a device or a pipe may never end.
+    Raises OSError, ValueError."""
+    if path.exists() and not path.is_file():
+        raise ValueError("it is not a plain file")
+    with path.open("rb") as file:
+        data = file.read(limit_kib * 1024 + 1)
+    if len(data) > limit_kib * 1024:
+        raise ValueError(f"it is larger than {limit_kib:,} KiB")
+    return data.decode()
 
 
 def first_line(error: BaseException) -> str:

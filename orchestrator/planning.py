@@ -2,7 +2,6 @@
 
 Called by the CLI. What `orc run` submits is planned with `trainable=True`; `orc plan` searches everything.
 """
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,11 @@ from typing import Any
 from jobs.spec.load import Problem, SpecError, to_dict
 from jobs.spec.own_model import OwnModel
 from orchestrator.config import RunConfig
+from orchestrator.layers import read_text
 from orchestrator.load import Loaded
 from orchestrator.planner import Plan, plan_from_dict, plan_question
 from orchestrator.planner.cost import Priced, price
-from orchestrator.planner.explain import Explained, axis_effects, explain, parse_wishes
+from orchestrator.planner.explain import Explained, explain, parse_wishes
 from orchestrator.planner.question import Question
 from orchestrator.planning_own import make_own_plan
 
@@ -25,8 +25,8 @@ def question_of(config: RunConfig, *, trainable: bool) -> Question:
                     allow_tp_across_nodes=config.placement.allow_tp_across_nodes, trainable=trainable)
 
 
-def make_plan(loaded: Loaded, *, trainable: bool) -> Plan | None:
-    """None for a `command:`. Raises SpecError, each problem with the place its value was written at."""
+def make_plan(loaded: Loaded, *, trainable: bool, axes: bool = False) -> Plan | None:
+    """None for a `command:`. With `axes`, also what each axis is worth. Raises SpecError, each problem with the place its value was written at."""
     config = loaded.config
     if config.lays_itself_out:
         return None
@@ -34,7 +34,7 @@ def make_plan(loaded: Loaded, *, trainable: bool) -> Plan | None:
         if isinstance(config.model, OwnModel):
             return make_own_plan(config)
         return plan_question(question_of(config, trainable=trainable), headroom=config.memory.headroom,
-                             convention=config.mfu_convention)
+                             convention=config.mfu_convention, axes=axes)
     except SpecError as refused:
         raise SpecError(loaded.with_origins(refused.problems)) from refused
 
@@ -50,13 +50,6 @@ def runnable(loaded: Loaded) -> tuple[Plan | None, str]:
 def winner_of(made: Plan, config: RunConfig) -> Priced:
     return price(config.model, made.layout, training=config.training, cluster=config.cluster,
                  headroom=config.memory.headroom, convention=config.mfu_convention)
-
-
-def with_axes(made: Plan, config: RunConfig) -> Plan:
-    """The plan with each axis searched without and with it."""
-    effects = axis_effects(question_of(config, trainable=False), winner_of(made, config),
-                           headroom=config.memory.headroom)
-    return dataclasses.replace(made, axes=effects)
 
 
 def explained(text: str, made: Plan, config: RunConfig) -> Explained:
@@ -75,7 +68,7 @@ def read_plan(path: Path) -> Plan:
     """A stored plan: plan.json, or the directory of a run. Raises SpecError."""
     file = path / "plan.json" if path.is_dir() else path
     try:
-        return plan_from_dict(json.loads(file.read_text()))
+        return plan_from_dict(json.loads(read_text(file, limit_kib=64 * 1024)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, SpecError):
             raise

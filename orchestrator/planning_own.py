@@ -35,7 +35,7 @@ def measure(config: RunConfig, degrees: Iterable[int]) -> OwnProfile:
     done = subprocess.run([sys.executable, "-m", "jobs.own.measure"], input=json.dumps(to_dict(order)),
                           capture_output=True, text=True)
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"code {done.returncode}"])[-1]
+        last = (done.stderr.strip().splitlines() or [f"code {done.returncode}"])[-1].removeprefix("[rank0]: ")
         raise SpecError([Problem(where="model.entrypoint", value=config.model.entrypoint,
                                  message=f"could not be measured: {last}")])
     answer = from_dict(MeasureAnswer, json.loads(done.stdout.splitlines()[-1]), origin="jobs.own.measure")
@@ -47,4 +47,4 @@ def measure(config: RunConfig, degrees: Iterable[int]) -> OwnProfile:
 def _problem(text: str) -> Problem:
     """`where: message`, as the measuring process says it."""
     where, colon, message = text.partition(": ")
-    return Problem(where=where, value=None, message=message) if colon else Problem(where="model", value=None, message=text)
+    return Problem(where=where if colon else "model", value=None, message=message if colon else text)

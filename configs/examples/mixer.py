@@ -1,7 +1,7 @@
 """An own model: blocks that mix tokens by causal convolution, by moving averages and by attention, in plain PyTorch.
 
-`build` is what a run names as `model.entrypoint`; see docs/bring_your_own_model.md. Nothing here is parallel. What tensor
-parallelism asks of it is that a module inside a split infers how many heads or channels it has from what it is given.
+`build` is what a run names as `model.entrypoint`; see docs/bring_your_own_model.md. Nothing here is parallel. What
+tensor parallelism asks of it is that a module inside a split infers how many heads or channels it has from what it is given.
 """
 import torch
 import torch.nn as nn
@@ -25,7 +25,7 @@ class Convolution(nn.Module):
 
 
 class Average(nn.Module):
-    """Exponential moving average over the past, with a learned memory per channel. [batch, seq, channels] → the same."""
+    """Exponential moving average over the past, with a learned memory per channel; [batch, seq, channels]."""
 
     def __init__(self, channels: int, seq_len: int) -> None:
         super().__init__()

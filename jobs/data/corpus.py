@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from jobs.spec.load import Problem, SpecError
 
-PIECE_BYTES = 2**20
+PIECE_BYTES = 2**18
 COMPRESSED_BYTES = 2**16  # read at once
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 

@@ -24,10 +24,11 @@ class TokenFile:
             self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         self._tokens = np.frombuffer(self._map, dtype=np.dtype(header.dtype).newbyteorder("<"))
         index = index_path(path)
-        self.offsets = np.memmap(index, "<i8", "r", header.offsets_at, (header.num_sequences,))
+        # asarray: still mapped, but a memmap's own way to give one number takes ten times as long
+        self.offsets = np.asarray(np.memmap(index, "<i8", "r", header.offsets_at, (header.num_sequences,)))
         self._marks = range(header.num_sequences)
         if header.num_marks > 1:
-            self._marks = np.memmap(index, "<i8", "r", header.marks_at, (header.num_marks - 1,))
+            self._marks = np.asarray(np.memmap(index, "<i8", "r", header.marks_at, (header.num_marks - 1,)))
 
     def will_need(self, start: int, length: int) -> None:
         """Have the pages of a window read in one go: a slow file system would else be asked for one after another."""

@@ -102,10 +102,14 @@ class Attention(nn.Module):
         self.k_norm = Norm(self.head_dim, spec=spec, rms=True) if spec.qk_norm else None
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
-        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.wq, self.wk, self.wv))
+        q, k, v = (out.unflatten(-1, (-1, self.head_dim)) for out in self.project(x))
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if tokens.angles is not None:  # else positions are in the embedding
             q, k = rotate(q, *tokens.angles), rotate(k, *tokens.angles)
         out = self.inner(q, k, v, rule=Rule(kind=self.kind, tokens=tokens))  # [batch, seq, heads, head_dim]
         return self.wo(out.flatten(-2))
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """→ q, k, v, [batch, seq, heads·head_dim] each. One method, so that a split model may compute them together."""
+        return self.wq(x), self.wk(x), self.wv(x)

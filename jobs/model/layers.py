@@ -49,8 +49,11 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(ffn_dim, spec.dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate = None if self.gate is None else self.gate(x)
-        return self.down(activate(gate, self.up(x), kind=self.kind))
+        return self.down(activate(*self.project(x), kind=self.kind))
+
+    def project(self, x: Tensor) -> tuple[Tensor | None, Tensor]:
+        """→ gate and up, [batch, seq, ffn_dim] each. One method, so that a split model may compute them together."""
+        return (None if self.gate is None else self.gate(x)), self.up(x)
 
 
 def is_gated(spec: ModelSpec) -> bool:

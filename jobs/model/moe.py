@@ -35,6 +35,7 @@ class MoE(nn.Module):
         self.dispatcher: Dispatcher = dispatch_here
         self.sum_counts: Callable[[Tensor], Tensor] = lambda counts: counts
 
+    @torch.compiler.disable  # how many tokens each expert gets is known only then
     def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
         flat = x.flatten(0, 1)
         scores, chosen, weights = self.router(flat)

@@ -5,7 +5,9 @@ order: tensor parallel → pipeline cut → recompute → data parallel → weig
 every rank: on the meta device for the shards, and on the CPU, seeded, for the weights that they are filled from: so
 initial weights are what the code makes of the seed, on every layout.
 """
+import contextlib
 import functools
+from contextlib import AbstractContextManager
 
 import torch
 import torch.nn as nn
@@ -34,9 +36,10 @@ class NoSequences:
         return {}
 
 
-def parallelize_own(spec: OwnModel, *, mesh: DeviceMesh, layout: Layout, training: TrainingSpec,
-                    device: torch.device) -> ParallelModel:
-    """This rank's parts, with initial weights. Raises OwnModelError where code, table or layout do not fit."""
+def parallelize_own(spec: OwnModel, *, mesh: DeviceMesh, layout: Layout, training: TrainingSpec, device: torch.device,
+                    allocating: AbstractContextManager | None = None) -> ParallelModel:
+    """This rank's parts, with initial weights; with none under `allocating`, the mode in which jobs.verify takes no
+    memory. Raises OwnModelError where code, table or layout do not fit."""
     parts, chain, table = [], None, None
     for stage in layout.stages(mesh.get_local_rank("pp")):
         model, raw = build(spec, seq_len=training.seq_len, device="meta")
@@ -47,14 +50,16 @@ def parallelize_own(spec: OwnModel, *, mesh: DeviceMesh, layout: Layout, trainin
             apply_styles(model, table, mesh=mesh["tp"], sequence_parallel=layout.sequence_parallel)
         parts.append(_Cut(model, table, chain, layout=layout, stage=stage))
     for part in parts:
-        apply_recompute(part.blocks, recompute=layout.recompute)
+        apply_recompute(part.blocks, recompute=layout.recompute, compiled=training.compile)
     splits_logits = layout.dims.tp > 1 and table.head is not None
     shapes = boundary_shapes(hidden=chain.hidden, vocab_size=spec.vocab_size, layout=layout, training=training,
                              splits_logits=splits_logits)
     parallel = complete(tuple(part.model for part in parts), mesh=mesh, expert_mesh=None, layout=layout,
                         units=[part.units(layout.layers_per_unit) for part in parts], training=training, device=device,
-                        shapes=shapes, sequences=NoSequences(), tied=False, splits_logits=splits_logits)
-    _fill(parallel, spec, training=training)
+                        shapes=shapes, sequences=NoSequences(), tied=False, splits_logits=splits_logits,
+                        allocating=allocating or contextlib.nullcontext())
+    if allocating is None:
+        _fill(parallel, spec, training=training)
     return parallel
 
 
@@ -104,8 +109,8 @@ def _refuse(model: nn.Module, table: Table, chain: Chain, *, layout: Layout, tra
     problems = [str(problem) for problem in layout_problems(layout)]
     for axis in ("cp", "ep"):
         if getattr(dims, axis) > 1:
-            problems.append(f"parallel.{axis}: {getattr(dims, axis)} needs a seam in the model that a plan table does not "
-                            f"give; set {axis}=1")
+            problems.append(f"parallel.{axis}: {getattr(dims, axis)} needs a seam in the model that a plan table does "
+                            f"not give; set {axis}=1")
     if problem := tp_problem(model, table, tp=dims.tp):
         problems.append(f"parallel.tp: {dims.tp} {problem}")
     if dims.tp > 1 and layout.sequence_parallel and (problem := sequence_parallel_problem(model, table)):
@@ -118,6 +123,9 @@ def _refuse(model: nn.Module, table: Table, chain: Chain, *, layout: Layout, tra
     if len(layout.layers_per_stage) != layout.num_stages or sum(layout.layers_per_stage) != len(table.blocks):
         problems.append(f"layers_per_stage: {layout.layers_per_stage} does not split {len(table.blocks)} blocks over "
                         f"{layout.num_stages} stages")
+    if training.compile and dims.tp > 1:
+        problems.append("training.compile: true, but what the code of an own model sees of its weights under tp is not "
+                        "compiled; set false, or tp=1")
     if layout.slots < training.global_batch_size:
         problems.append(f"layout: {layout.slots} slots cannot hold global_batch_size={training.global_batch_size}")
     if problems:
@@ -133,8 +141,8 @@ def _fill(parallel: ParallelModel, spec: OwnModel, *, training: TrainingSpec) ->
     def box(name: str, shape: tuple[int, ...], *, sizes: tuple[int, ...], offsets: tuple[int, ...]) -> Tensor:
         found = weights[name].detach()
         if tuple(found.shape) != shape:
-            raise OwnModelError(f"model.entrypoint: {name} has shape {list(found.shape)} on the CPU and {list(shape)} on "
-                                "the meta device; build must give the same model every time")
+            raise OwnModelError(f"model.entrypoint: {name} has shape {list(found.shape)} on the CPU and {list(shape)} "
+                                "on the meta device; build must give the same model every time")
         for dim, (size, offset) in enumerate(zip(sizes, offsets)):
             found = found.narrow(dim, offset, size)
         return found

@@ -52,7 +52,8 @@ def build(spec: OwnModel, *, seq_len: int, device: str, seed: int = 0) -> tuple[
             made = function(vocab_size=spec.vocab_size, seq_len=seq_len, **spec.arguments)
         except Exception as error:
             raise OwnModelError(f"model.entrypoint: {spec.entrypoint!r} raised {told(error)}") from error
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and isinstance(made[1], dict)):
+    pair = isinstance(made, tuple) and len(made) == 2
+    if not (pair and isinstance(made[0], nn.Module) and isinstance(made[1], dict)):
         what = [type(one).__name__ for one in made] if isinstance(made, tuple) else type(made).__name__
         raise OwnModelError(f"model.entrypoint: {spec.entrypoint!r} returned {what}; it must return (nn.Module, plan "
                             "table), the table a dict")
@@ -73,8 +74,8 @@ def _refuse(model: nn.Module) -> None:
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, Tensor):
-                problems.append(f"{path or type(model).__name__}.{name} is a tensor that is neither parameter nor buffer; "
-                                "use register_buffer")
+                problems.append(f"{path or type(model).__name__}.{name} is a tensor but neither parameter nor buffer; use "
+                                "register_buffer")
         for name, parameter in module.named_parameters(recurse=False):
             first = owner.setdefault(parameter, f"{path}.{name}")
             if first != f"{path}.{name}":
@@ -85,6 +86,6 @@ def _refuse(model: nn.Module) -> None:
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             problems.append(f"{path} drops out, and which numbers it draws would depend on the layout; set p=0")
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            problems.append(f"{path} is a batch norm, which mixes sequences of different ranks; use a norm of each token")
+            problems.append(f"{path} is a batch norm, which mixes sequences of other ranks; use a norm of each token")
     if problems:
         raise OwnModelError("model.entrypoint: " + "; ".join(problems))

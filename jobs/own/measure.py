@@ -1,5 +1,5 @@
-"""What the planner has to know of an own model, measured without memory and without a GPU: parameters, FLOPs, bytes kept
-for the backward, what tensor parallelism moves.
+"""What the planner has to know of an own model, measured without memory and without a GPU: parameters, FLOPs, bytes
+kept for the backward, what tensor parallelism moves.
 
 `python -m jobs.own.measure < ORDER.json` (jobs.spec.own_model): run by the orchestrator, which never imports the
 user's code. Builds the model on the meta device, splits it over a process group that does nothing, and runs one forward
@@ -46,9 +46,9 @@ def measure(spec: OwnModel, *, seq_len: int, degrees: tuple[int, ...]) -> OwnPro
     for tp in sorted(set(degrees) - {1} - no_tp.keys()):
         for sequence_parallel in (False,) if no_sequence or seq_len % tp else (False, True):
             measured.append(_measure(spec, seq_len=seq_len, tp=tp, sequence_parallel=sequence_parallel))
-    return OwnProfile(num_params=sum(p.numel() for p in model.parameters()), measured=tuple(measured), no_pp=chain.broken,
-                      flops_per_token=3 * chain.forward_flops / seq_len, splits_logits=table.head is not None, no_tp=no_tp,
-                      no_sequence_parallel=no_sequence)
+    return OwnProfile(num_params=sum(p.numel() for p in model.parameters()), measured=tuple(measured),
+                      flops_per_token=3 * chain.forward_flops / seq_len, splits_logits=table.head is not None,
+                      no_pp=chain.broken, no_tp=no_tp, no_sequence_parallel=no_sequence)
 
 
 def _built(spec: OwnModel, *, seq_len: int) -> tuple[nn.Module, Table, Chain]:
@@ -71,8 +71,9 @@ def _measure(spec: OwnModel, *, seq_len: int, tp: int, sequence_parallel: bool) 
                 logits = _forward(model, tokens, tp=tp, sequence_parallel=sequence_parallel)
     wanted = spec.vocab_size // tp if table.head is not None else spec.vocab_size
     if tuple(logits.shape) != (1, seq_len, wanted):
-        raise OwnModelError(f"plan table: at tp={tp} the logits are {list(logits.shape)}, not [1, {seq_len}, {wanted}]: "
-                            "something enters a split and does not leave it, or the other way round")
+        raise OwnModelError(f"plan table: at tp={tp} the logits are {list(logits.shape)}, not [1, {seq_len}, {wanted}]"
+                            ": something enters a split and does not leave it, or the other way round")
+    count.note_summed(model, table)
     before, *blocks, behind = count.pieces
     return Measured(tp=tp, sequence_parallel=sequence_parallel, before=before.piece(), behind=behind.piece(),
                     blocks=tuple(block.piece() for block in blocks), hidden=count.hidden)
@@ -107,7 +108,7 @@ class _Sum:
 
     def __init__(self, params: int) -> None:
         self.figures: dict[str, Any] = {"params": params, "flops": 0.0, "moved": 0.0, "kernels": 0, "saved": 0.0,
-                                        "kept": 0.0, "entered": 0.0, "left": 0.0, "entries": 0, "exits": 0}
+                                        "kept": 0.0, "entered": 0.0, "left": 0.0, "entries": 0, "exits": 0, "summed": 0}
 
     def add(self, **figures: float) -> None:
         for name, value in figures.items():
@@ -137,6 +138,13 @@ class _Count(TorchDispatchMode):
         for module in first:
             module.register_forward_pre_hook(self._owns(module))
         self._watch_splits(model, table)
+
+    def note_summed(self, model: nn.Module, table: Table) -> None:
+        """Parameters of which each tp rank has an addend of the gradient; of the ends' it does not matter which end."""
+        for path, module in model.named_modules():
+            numel = sum(local_of(module._parameters[name]).numel() for name in getattr(module, "partial_gradients", ()))
+            index = next((i + 1 for i, block in enumerate(table.blocks) if f"{path}.".startswith(f"{block}.")), -1)
+            self.pieces[index].add(summed=numel)
 
     def _watch_splits(self, model: nn.Module, table: Table) -> None:
         splits = tuple(f"{path}." for path, style in table.styles.items() if style == "split")

@@ -63,7 +63,8 @@ def _distribute(module: nn.Module, style: Style | None, *, mesh: DeviceMesh, seq
     # of partial sums only one rank adds the bias
     once = {"bias"} if style == "row" else set()
     seen = {name: _seen(name, counted=name not in once or mesh.get_local_rank() == 0) for name in own}
-    module.__class__ = type(f"Local{type(module).__name__}", (type(module),), seen | {"forward": _forward(type(module))})
+    kind = type(module)
+    module.__class__ = type(f"Local{kind.__name__}", (kind,), seen | {"forward": _forward(kind)})
     if style == "shared" or (style == "sequence" and sequence_parallel):
         module.partial_gradients = tuple(own)
     elif once & own.keys():

@@ -1,5 +1,5 @@
 """From sizes and a layout to this rank's part of the model, in one visible order:
-tensor parallel → expert parallel → context parallel → recompute → compile → data parallel → weights → schedule of
+tensor parallel → expert parallel → context parallel → compile and recompute → data parallel → weights → schedule of
 microbatches.
 
 Called by jobs.train. The model is built on the meta device and only this rank's shards are ever filled,
@@ -22,7 +22,6 @@ from jobs.mesh import axis_size, coordinate, fsdp_mesh
 from jobs.model.initial import initial_slice
 from jobs.model.transformer import Transformer
 from jobs.parallel.buckets import Buckets, Unit
-from jobs.parallel.compile import apply_compile
 from jobs.parallel.context import apply_context_parallel
 from jobs.parallel.data import apply_fsdp, units
 from jobs.parallel.expert import (apply_expert_parallel, build_expert_mesh, expert_problems, moe_blocks,
@@ -131,8 +130,8 @@ def parallelize(spec: ModelSpec, *, mesh: DeviceMesh, layout: Layout, training: 
 
 
 def complete(parts: tuple[nn.Module, ...], *, units: list[list[list[nn.Module]]], mesh: DeviceMesh,
-             expert_mesh: DeviceMesh | None, layout: Layout, training: TrainingSpec, device: torch.device, shapes: Shapes,
-             sequences: Sequences, tied: bool, splits_logits: bool,
+             expert_mesh: DeviceMesh | None, layout: Layout, training: TrainingSpec, device: torch.device,
+             shapes: Shapes, sequences: Sequences, tied: bool, splits_logits: bool,
              allocating: AbstractContextManager = contextlib.nullcontext()) -> ParallelModel:
     """What follows once each part is split and on meta: data parallelism by `units` (of each part), memory, schedule.
     The weights are still to be filled."""
@@ -186,13 +185,12 @@ def _build_part(spec: ModelSpec, *, mesh: DeviceMesh, expert_mesh: DeviceMesh | 
         part = Transformer(spec, layers=layout.layers(stage), is_first=stage == 0,
                            is_last=stage == layout.num_stages - 1)
     if layout.dims.tp > 1:
-        apply_tensor_parallel(part, mesh=mesh["tp"], sequence_parallel=layout.sequence_parallel)
+        apply_tensor_parallel(part, mesh=mesh["tp"], sequence_parallel=layout.sequence_parallel,
+                              regather=False)
     apply_expert_parallel(part, mesh=mesh, expert_mesh=expert_mesh)
     if layout.dims.cp > 1:
         apply_context_parallel(part, mesh=mesh["cp"], method=layout.cp_method)
-    apply_recompute(part.layers.values(), recompute=layout.recompute)
-    if compiled:
-        apply_compile(part.layers.values())
+    apply_recompute(part.layers.values(), recompute=layout.recompute, compiled=compiled)
     return part
 
 

@@ -1,29 +1,36 @@
 """Where activations enter and leave tensor parallelism: Megatron's f and g (arXiv:1909.08053) and their
 sequence-parallel forms (arXiv:2205.05198).
 
-Used by jobs.parallel.tensor and jobs.parallel.vocab, whose tables count these collectives. Knows groups and
-tensors, no module.
+Used by jobs.parallel.tensor, vocab and columns, whose tables count these collectives. Knows groups and tensors, no
+module.
 """
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
+from jobs.parallel.collectives import reduce_scatter
+
 
 # Sequence parallel: each rank keeps 1/tp of the *flattened* tokens, [batch·seq/tp, dim], carried as
 # [batch, seq/tp, dim]. Norms and residuals do not care which tokens they hold, and the flat order makes
 # gathering along the tokens a plain concatenation along dimension 0: no transposed copy on either side.
-def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[batch, seq/tp, dim] → [batch, seq, dim]"""
+def start_gather(x: Tensor, *, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+    """[batch, seq/tp, dim] → [batch, seq, dim], complete when the work has been waited for."""
     out = x.new_empty(x.shape[0], x.shape[1] * group.size(), *x.shape[2:])
-    dist.all_gather_single(out.view(-1), x.contiguous().view(-1), group=group)
+    return out, dist.all_gather_single(out.view(-1), x.contiguous().view(-1), group=group, async_op=True)
+
+
+def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    out, work = start_gather(x, group=group)
+    work.wait()
     return out
 
 
 def _scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[batch, seq, dim] of every rank → this rank's [batch, seq/tp, dim] of their sum"""
     out = x.new_empty(x.shape[0], x.shape[1] // group.size(), *x.shape[2:])
-    dist.reduce_scatter_single(out.view(-1), x.contiguous().view(-1), group=group)
+    reduce_scatter(out, x.contiguous(), group=group).wait()
     return out
 
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from jobs.mesh import local_of
+from jobs.parallel.collectives import Work, reduce_scatter
 
 
 class Master:
@@ -90,7 +91,7 @@ class _Bucket:
         self.reduced: Tensor | None = None  # this rank's part of the sum, flat
         self.to_replicate = False  # still to be summed over replicas
         self.gathered: Tensor | None = None  # [fsdp, numel]
-        self.work: list[dist.Work] = []
+        self.work: list[Work] = []
 
     def wait(self) -> None:
         while self.work:
@@ -108,7 +109,7 @@ class _Bucket:
             for shard in range(part.shape[0]):
                 first = shard * master.padded_rows
                 here = master.whole[first:first + master.padded_rows]
-                if first < rows:
+                if first < rows and not (master.shares_storage and shard == self.shards.get_local_rank()):
                     here.copy_(part[shard, :here.numel()].view_as(here))
         self.gathered = None
 
@@ -209,8 +210,7 @@ class Buckets:
             self._replicate(bucket)
         else:
             bucket.reduced = flat.new_empty(bucket.numel)
-            bucket.work.append(dist.reduce_scatter_single(bucket.reduced, flat.view(-1),
-                                                          group=bucket.shards.get_group(), async_op=True))
+            bucket.work.append(reduce_scatter(bucket.reduced, flat, group=bucket.shards.get_group()))
 
     def _replicate(self, bucket: _Bucket) -> None:
         """The second half of a reduction: its result is summed over replicas."""

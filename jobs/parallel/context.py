@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jobs.model.blockwise import CHUNK, Partial, block_gradients
 from jobs.model.rule import Block, Rule, split
 from jobs.model.transformer import Transformer
+from jobs.parallel.collectives import reduce_scatter
 from jobs.spec.parallel import CpMethod, cp_chunks
 
 
@@ -223,5 +224,5 @@ def _scatter_sum(dk: Tensor, dv: Tensor, k: Tensor, v: Tensor, group: dist.Proce
              for rank in range(size)]
     flat = torch.stack(parts)
     out = flat.new_empty(flat.shape[1])
-    dist.reduce_scatter_single(out, flat.view(-1), group=group)
+    reduce_scatter(out, flat, group=group).wait()
     return _unflat(out, k, v)

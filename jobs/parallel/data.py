@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from jobs.mesh import axis_size, fsdp_mesh
 from jobs.model.transformer import Transformer
+from jobs.parallel.collectives import SummedReduceScatter, lacks_reduce_scatter
 from jobs.parallel.expert import expert_placement
 from jobs.spec.training import DType
 
@@ -62,3 +63,6 @@ def apply_fsdp(model: nn.Module, *, units: list[list[nn.Module]], mesh: DeviceMe
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM; a plain sum is meant anyway
+            for group in fully_shard.state(module)._fsdp_param_groups:  # several where experts have a mesh of their own
+                if lacks_reduce_scatter(group._reduce_scatter_process_group):
+                    group._reduce_scatter_comm = SummedReduceScatter()

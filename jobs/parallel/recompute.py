@@ -1,10 +1,11 @@
-"""Recompute (activation checkpointing): trade a second forward of each layer for its activations.
+"""Recompute (activation checkpointing): trade a second forward of each layer for its activations; and torch.compile.
 
 Called by jobs.parallel between tensor parallelism and FSDP. The layer's forward is wrapped, not the
 layer: names of parameters stay, and FSDP's hooks, which sit outside, run once.
 """
 import functools
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -29,12 +30,24 @@ def _policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def apply_recompute(layers: Iterable[nn.Module], *, recompute: Recompute) -> None:
-    """Wrap every layer's forward in place; `none` leaves them as they are."""
-    if recompute == "none":
+def apply_recompute(layers: Iterable[nn.Module], *, recompute: Recompute, compiled: bool = False) -> None:
+    """Wrap every layer's forward in place; `none` leaves them as they are.
+
+    `compiled`: by torch.compile, one compilation for all layers that are alike, in the first step. A full recompute
+    repeats compiled layers. A selective one, which has to see single operations, is compiled along: torch then gives
+    up layers that it cannot compile in one piece (jobs.spec.support.compile_problems).
+    """
+    if recompute == "none" and not compiled:
         return
-    options = {"use_reentrant": False, "preserve_rng_state": False}  # dropout's numbers come from keys
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # dropout's numbers come from keys
     if recompute == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
     for layer in layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, **options)
+        forward = layer.forward
+        if compiled and recompute != "selective":
+            forward = torch.compile(forward)
+        if recompute != "none":
+            forward = functools.partial(checkpoint, forward, **options)
+        if compiled and recompute == "selective":
+            forward = torch.compile(forward)
+        layer.forward = forward

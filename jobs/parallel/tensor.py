@@ -12,20 +12,26 @@ qk_rope_head_dim, A_L = A·L/dim:
     when                               sequence_parallel        without
     forward, each attention and ffn    all_gather A (in)        all_reduce A (out)
                                        reduce_scatter A (out)
-    backward, each attention and ffn   all_gather A             all_reduce A (in)
-                                       reduce_scatter A
+    backward, each attention and ffn   all_gather A (out)       all_reduce A (in, hidden)
+                                       all_gather A (in again, hidden)
+                                       reduce_scatter A (in, hidden)
     forward, each MLA                  all_gather each A_L      all_reduce A (out)
                                        reduce_scatter A (out)
-    backward, each MLA                 all_gather A             all_reduce each A_L
-                                       reduce_scatter each A_L
+    backward, each MLA                 all_gather A (out)       all_reduce each A_L (hidden)
+                                       reduce_scatter each A_L (hidden)
     shared experts                     as an ffn                –
     embedding, forward / backward      reduce_scatter A / all_gather A     all_reduce A / –
-    output, forward / backward         all_gather A / reduce_scatter A     – / all_reduce A
+    output, forward / backward         all_gather A / reduce_scatter A     – / all_reduce A; backward hidden
     loss, forward                      all_reduce 4·tokens (max), 8·tokens (sum, target)   the same
     once per step                      all_reduce of the replicated weights' gradients, 4·numel/fsdp: norms, biases
                                        behind attention and ffn, learned positions, routers, MLA's way down to its
                                        latents; without sequence parallelism: qk_norm alone
-    recompute=full                     the forward's collectives of each layer once more
+    recompute=full or selective        the forward's collectives of each layer once more, and no other "in again"
+
+What is hidden runs behind the matmuls of the same map's backward (jobs.parallel.columns); the rotary key of an MLA, and
+where a pipeline schedule splits the backward all of it, has none to hide behind. "In again": attention and ffn keep the
+rank's own tokens of their input and not the gathered ones, (1 − 1/tp)·A less each per microbatch in flight. Latents and
+the output's input are kept: the former are small, the latter are needed at once.
 
 Routed experts are not split over tp: each tp rank dispatches its own tokens (jobs.parallel.expert).
 """
@@ -41,11 +47,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from jobs.mesh import local_of
+from jobs.model.attention import Attention
 from jobs.model.latent import LatentAttention
 from jobs.model.layers import FeedForward, Norm
 from jobs.model.moe import MoE, Router
 from jobs.model.transformer import PositionEmbedding, Transformer
 from jobs.parallel.boundary import Boundary
+from jobs.parallel.columns import column_parallel
 from jobs.parallel.vocab import VocabParallelEmbedding
 from jobs.spec.model import ModelSpec
 
@@ -74,6 +82,33 @@ class LocalLinear(nn.Linear):
         return F.linear(x, self.weight.to_local(), None if self.bias is None else self.bias.to_local())
 
 
+class ColumnParallelLinear(nn.Linear):
+    """Weight split by output features; its input enters tensor parallelism here."""
+
+    boundary: Boundary
+
+    def forward(self, x: Tensor) -> Tensor:
+        return column_parallel(x, self, boundary=self.boundary)[0]
+
+
+class ColumnParallelAttention(Attention):
+    boundary: Boundary
+    regather: bool
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return column_parallel(x, self.wq, self.wk, self.wv, boundary=self.boundary, regather=self.regather)
+
+
+class ColumnParallelFeedForward(FeedForward):
+    boundary: Boundary
+    regather: bool
+
+    def project(self, x: Tensor) -> tuple[Tensor | None, Tensor]:
+        maps = (self.up,) if self.gate is None else (self.gate, self.up)
+        *gate, up = column_parallel(x, *maps, boundary=self.boundary, regather=self.regather)
+        return (gate[0] if gate else None), up
+
+
 class RowParallelLinear(nn.Linear):
     """Weight split by input features: partial sums, added up where they leave; the bias is added once, behind."""
 
@@ -100,9 +135,10 @@ class LocalRouter(Router):
 
 
 # ------------------------------------------------------------------ splitting a model
-def apply_tensor_parallel(model: Transformer, *, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-    """Split `model` (on meta) over the 1-D mesh `tp`, in place; see tensor_parallel_problems for what must divide."""
-    split = _Split(mesh, sequence_parallel=sequence_parallel)
+def apply_tensor_parallel(model: Transformer, *, mesh: DeviceMesh, sequence_parallel: bool, regather: bool) -> None:
+    """Split `model` (on meta) over the 1-D mesh `tp`, in place; see tensor_parallel_problems for what must divide.
+    `regather`: gather a layer's inputs again in the backward; pointless where the layer is recomputed."""
+    split = _Split(mesh, sequence_parallel=sequence_parallel, regather=regather)
     for layer in model.layers.values():
         if isinstance(layer.attention, LatentAttention):
             split.latent_attention(layer.attention)
@@ -121,8 +157,7 @@ def apply_tensor_parallel(model: Transformer, *, mesh: DeviceMesh, sequence_para
     if model.embedding is not None:
         split.module(model, "embedding", kind=VocabParallelEmbedding, weight=Shard(0)).boundary = split.boundary
     if model.output is not None:
-        split.columns(model, "output")
-        model.output.register_forward_pre_hook(split.boundary.entering)
+        split.columns(model, "output", kind=ColumnParallelLinear)
     if sequence_parallel:
         model.places.split = mesh.size()
         model.places.tokens = _own_tokens(model.places.tokens, group=mesh.get_group())
@@ -131,14 +166,14 @@ def apply_tensor_parallel(model: Transformer, *, mesh: DeviceMesh, sequence_para
 class _Split:
     """How each kind of module is split over one tp group."""
 
-    def __init__(self, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+    def __init__(self, mesh: DeviceMesh, *, sequence_parallel: bool, regather: bool) -> None:
         self.mesh = mesh
+        self.regather = regather
         self.sequence_parallel = sequence_parallel
         self.boundary = Boundary(mesh.get_group(), sequence_parallel=sequence_parallel)
 
-    def attention(self, attention: nn.Module) -> None:
-        attention.register_forward_pre_hook(self.boundary.entering)
-        self.columns(attention, "wq", "wk", "wv")
+    def attention(self, attention: Attention) -> None:
+        self.entered(attention, "wq", "wk", "wv", kind=ColumnParallelAttention)
         self.rows(attention, "wo")
         for name in ("q_norm", "k_norm"):  # of the rank's own heads
             self.replicated(attention, name, kind=LocalNorm, partial=True)
@@ -149,19 +184,25 @@ class _Split:
             self.replicated(attention, name, kind=LocalLinear)
         for name in ("q_norm", "kv_norm"):
             self.replicated(attention, name, kind=LocalNorm)
-        self.columns(attention, "wq", "wkv_b")
-        for module in (attention.wq, attention.wkv_b, attention.shared_key):
-            module.register_forward_pre_hook(self.boundary.entering)
+        self.columns(attention, "wq", "wkv_b", kind=ColumnParallelLinear)
+        attention.shared_key.register_forward_pre_hook(self.boundary.entering)
         self.rows(attention, "wo")
 
     def feed_forward(self, ffn: FeedForward) -> None:
-        ffn.register_forward_pre_hook(self.boundary.entering)
-        self.columns(ffn, "gate", "up")
+        self.entered(ffn, "gate", "up", kind=ColumnParallelFeedForward)
         self.rows(ffn, "down")
 
-    def columns(self, parent: nn.Module, *names: str) -> None:
+    def entered(self, parent: nn.Module, *names: str, kind: type) -> None:
+        """A module whose first maps, `names`, take its input together."""
+        self.columns(parent, *names, kind=LocalLinear)
+        parent.__class__ = kind
+        parent.boundary, parent.regather = self.boundary, self.regather
+
+    def columns(self, parent: nn.Module, *names: str, kind: type) -> None:
         for name in names:
-            self.module(parent, name, kind=LocalLinear, weight=Shard(0), bias=Shard(0))
+            module = self.module(parent, name, kind=kind, weight=Shard(0), bias=Shard(0))
+            if module is not None:
+                module.boundary = self.boundary
 
     def rows(self, parent: nn.Module, name: str) -> None:
         module = self.module(parent, name, kind=RowParallelLinear, weight=Shard(1), bias=Replicate())

@@ -11,6 +11,7 @@ from torch import Tensor
 from jobs.loss import IGNORED
 from jobs.model.transformer import TokenEmbedding
 from jobs.parallel.boundary import Boundary
+from jobs.parallel.columns import column_parallel
 
 
 class VocabParallelEmbedding(TokenEmbedding):
@@ -27,7 +28,7 @@ class VocabParallelEmbedding(TokenEmbedding):
 
     def unembed(self, x: Tensor) -> Tensor:
         """→ this rank's logits [batch, seq, vocab/tp]"""
-        return F.linear(self.boundary.enter(x), self.weight.to_local())
+        return column_parallel(x, self, boundary=self.boundary)[0]
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):

@@ -27,8 +27,8 @@ class RankProgress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
-    """One optimizer step, from the rank that owns the loss (first rank of the last stage); or rank 0 of a trainer of the
-    user's own, which need not know everything (jobs.report). None is unknown, not zero."""
+    """One optimizer step, from the rank that owns the loss (first rank of the last stage); or rank 0 of a trainer of
+    the user's own, which need not know everything (jobs.report). None is unknown, not zero."""
 
     attempt: int
     rank: int
@@ -266,6 +266,7 @@ EXIT_CODES = {"completed": 0, "failed": 1, "stopped": 3}
 
 RankReport = RankProgress | StepReport | ShardReport | CheckpointSaved | RankError | FaultInjected | RankFinished
 AgentReport = RankExit | NodeSample
-Event = (StepReport | CheckpointSaved | RankError | FaultInjected | RankFinished | RankExit | NodeSample | RunStarted | AgentJoined
-         | AgentLost | RanksSilent | AttemptStarted | CheckpointCommitted | CheckpointSkipped | Diagnosis | Decision | AttemptEnded
+Event = (StepReport | CheckpointSaved | RankError | FaultInjected | RankFinished | RankExit | NodeSample | RunStarted
+         | AgentJoined | AgentLost | RanksSilent | AttemptStarted | CheckpointCommitted | CheckpointSkipped | Diagnosis
+         | Decision | AttemptEnded
          | RunEnded)

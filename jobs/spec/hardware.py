@@ -23,6 +23,9 @@ class GpuSpec:
     nvlink_domain: int = 8  # GPUs that the fast links join
     nic_gb_s: float = 25.0  # per GPU and direction, of the usual network of its time
     pcie_gb_s: float = 32.0
+    # FlashAttention-2 against attention kernels written for the chip: it knows no matrix unit later than Ampere's.
+    # Hopper: the rows of torchtitan, of 8k to 262k tokens; Blackwell is taken to be like it
+    portable_attention: float = 1.0
     multiprocessors: int = 1  # that share a matmul tile by tile
 
     def peak_tflops(self, dtype: str) -> float:
@@ -39,8 +42,9 @@ def _gpu(name: str, memory: float, bf16: float, fp32: float, bandwidth: float, e
                    memory_bandwidth_gb_s=bandwidth, matmul_efficiency=eff, link_gb_s=link, **rest)
 
 
-_HOPPER = {"peak_fp8_tflops": 1979.0, "nic_gb_s": 50.0, "pcie_gb_s": 64.0, "multiprocessors": 132}
-_BLACKWELL = {"pcie_gb_s": 64.0, "multiprocessors": 148}
+_HOPPER = {"peak_fp8_tflops": 1979.0, "nic_gb_s": 50.0, "pcie_gb_s": 64.0, "multiprocessors": 132,
+           "portable_attention": 0.69}
+_BLACKWELL = {"pcie_gb_s": 64.0, "multiprocessors": 148, "portable_attention": 0.69}
 
 GPUS = {
     gpu.name: gpu

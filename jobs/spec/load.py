@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any, Literal, TypeVar, Union
 
 T = TypeVar("T")
+_PLAIN = frozenset({str, int, float, bool, type(None)})  # JSON as they are
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +41,10 @@ class SpecError(ValueError):
 
 def to_dict(obj: Any) -> Any:
     """Dataclass → JSON-able data (tuples become lists, enums their values)."""
+    if type(obj) in _PLAIN:  # first, and names looked up once: ranks do this several times in every step
+        return obj
     if dataclasses.is_dataclass(obj):
-        return {f.name: to_dict(getattr(obj, f.name)) for f in dataclasses.fields(obj)}
+        return {name: to_dict(getattr(obj, name)) for name in _field_names(type(obj))}
     if isinstance(obj, Enum):
         return obj.value
     if isinstance(obj, dict):
@@ -49,6 +52,11 @@ def to_dict(obj: Any) -> Any:
     if isinstance(obj, list | tuple):
         return [to_dict(v) for v in obj]
     return obj
+
+
+@functools.cache
+def _field_names(cls: type) -> tuple[str, ...]:
+    return tuple(f.name for f in dataclasses.fields(cls))
 
 
 def from_dict(cls: type[T], data: Any, *, origin: str = "") -> T:

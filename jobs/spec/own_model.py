@@ -32,6 +32,7 @@ class Piece:
     left: float = 0.0  # and that leave it
     entries: int = 0
     exits: int = 0
+    summed: int = 0  # parameters whose gradients are added up over tp, once per step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,7 @@ from typing import Any
 from jobs.spec.load import from_dict, to_dict
 
 
+@functools.cache
 def kind_of(cls: type) -> str:
     """StepReport → step_report"""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()

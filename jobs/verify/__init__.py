@@ -19,13 +19,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from jobs.mesh import all_reduce, build_mesh, coordinate, local_of
 from jobs.optim import Optimizer
+from jobs.own import parallelize_own
 from jobs.parallel import ParallelModel, parallelize
 from jobs.parallel.pipeline import Pipeline
 from jobs.spec.job import Device, JobSpec
+from jobs.spec.model import ModelSpec
+from jobs.spec.own_model import OwnModel
 from jobs.spec.verification import LocalShape, RankReport
 from jobs.trainer import LOSS_AXES
 from jobs.verify.collectives import CollectiveLog, axes_of_groups
-from jobs.verify.kernels import CudaKernels
+from jobs.verify.kernels import cuda_kernels
 from jobs.verify.memory import PeakMemory
 from jobs.verify.routing import EvenRouting
 
@@ -39,15 +42,17 @@ def verify(job: JobSpec, *, rank: int) -> RankReport:
     with pretended_rank(rank, world_size=job.world_size):
         mesh = build_mesh(job.layout.dims, device=CPU)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        parallel = parallelize(job.model, mesh=mesh, layout=job.layout, training=job.training, device=CPU,
-                               weights=_NoValues(), allocating=mode)
+        what = {"mesh": mesh, "layout": job.layout, "training": job.training, "device": CPU, "allocating": mode}
+        parallel = parallelize_own(job.model, **what) if isinstance(job.model, OwnModel) else \
+            parallelize(job.model, **what, weights=_NoValues())
         optimizer = Optimizer(parallel.parameters.items(), spec=job.training.optimizer, total_steps=job.training.steps,
                               mesh=mesh, copies=parallel.copies)
         if isinstance(parallel.schedule, Pipeline):
             _without_votes(parallel.schedule)
         axes = axes_of_groups(mesh, parallel.expert_mesh)
         memory, log = PeakMemory(parallel, optimizer, axes=axes), CollectiveLog(axes)
-        with kernels_of(job.device), mode, EvenRouting(), memory, log:
+        routing = EvenRouting() if isinstance(job.model, ModelSpec) and job.model.moe else contextlib.nullcontext()
+        with kernels_of(job.device), mode, routing, memory, log:
             step(job, parallel=parallel, optimizer=optimizer, mesh=mesh)
         here = coordinate(mesh)
         return RankReport(rank=rank, coordinate=here, stages=job.layout.stages(here["pp"]),
@@ -66,7 +71,7 @@ def pretended_rank(rank: int, *, world_size: int) -> Iterator[None]:
 
 
 def kernels_of(device: Device) -> contextlib.AbstractContextManager:
-    return CudaKernels() if device == "cuda" else contextlib.nullcontext()
+    return cuda_kernels() if device == "cuda" else contextlib.nullcontext()
 
 
 def step(job: JobSpec, *, parallel: ParallelModel, optimizer: Optimizer, mesh: DeviceMesh) -> None:

@@ -42,7 +42,9 @@ class CollectiveLog(TorchDispatchMode):
             sizes = [t.numel() * t.element_size() for t in tensors_of(args)]
             # of what is received an all_to_all's peers decide: what is sent counts
             payload = sizes[1] if op == "all_to_all" else max(sizes)
-            self.seen[self.axes.get(group_name(args), ""), op, payload] += 1
+            # ep's ranks may be those of another axis, and then it is the same group; only experts exchange all to all
+            axis = "ep" if op == "all_to_all" else self.axes.get(group_name(args), "")
+            self.seen[axis, op, payload] += 1
         return func(*args, **kwargs or {})
 
     def collectives(self) -> tuple[Collective, ...]:

@@ -4,24 +4,24 @@ Entered by jobs.verify for a job on GPUs. On CPU torch's RMSNorm is a chain of k
 intermediates, and attention whose keys and values differ in size keeps seq × seq scores; on CUDA both are one kernel.
 Values do not matter here: only which tensors exist, and for how long.
 """
+import contextlib
+from collections.abc import Iterator
+from unittest.mock import patch
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 aten = torch.ops.aten
+_of_this_machine = F.scaled_dot_product_attention
 
 
-class CudaKernels(TorchFunctionMode):
-    """Replaces F.rms_norm and unmasked F.scaled_dot_product_attention."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func in (F.rms_norm, torch.rms_norm):
-            return _rms_norm(*args, **kwargs)
-        if func is F.scaled_dot_product_attention and kwargs.get("attn_mask") is None:
-            return _attention(*args, **kwargs)
-        return func(*args, **kwargs)
+@contextlib.contextmanager
+def cuda_kernels() -> Iterator[None]:
+    """Replaces F.rms_norm and unmasked F.scaled_dot_product_attention. Not by a mode: recomputing a layer in its
+    backward would not see it."""
+    with patch.object(F, "rms_norm", _rms_norm), patch.object(F, "scaled_dot_product_attention", _attention):
+        yield
 
 
 def _rms_norm(x: Tensor, size: tuple[int, ...], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
@@ -42,9 +42,11 @@ class _FusedNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: None = None, dropout_p: float = 0.0, is_causal: bool = False,
-               scale: float | None = None, enable_gqa: bool = False) -> Tensor:
+def _attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+               is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False) -> Tensor:
     """Flash attention; where keys and values differ in size, the memory-efficient kernel."""
+    if attn_mask is not None:
+        return _of_this_machine(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if q.shape[-1] == v.shape[-1]:
         return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
     return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, dropout_p, is_causal, scale=scale)[0]

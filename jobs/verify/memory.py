@@ -77,7 +77,7 @@ class PeakMemory(TorchDispatchMode):
         out = func(*args, **kwargs or {})
         if func.namespace == "c10d" and self._axes.get(group_name(args)) in WEIGHT_AXES:
             self._moved.update(_key(tensor) for tensor in tensors_of(args))
-        for tensor in tree_leaves(out):
+        for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self._see(local_of(tensor))
         return out

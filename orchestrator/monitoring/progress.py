@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress as Bar, TextColumn
 from rich.text import Text
 
-from jobs.spec.events import (AgentLost, AttemptStarted, CheckpointCommitted, CheckpointSaved, CheckpointSkipped, Decision,
-                              Diagnosis, Event, FaultInjected, RunEnded, StepReport)
+from jobs.spec.events import (AgentLost, AttemptStarted, CheckpointCommitted, CheckpointSaved, CheckpointSkipped,
+                              Decision, Diagnosis, Event, FaultInjected, RunEnded, StepReport)
 from orchestrator.monitoring.wording import KIND_STYLE, STATE_STYLE
 
 PLAIN_EVERY_S = 5.0  # between plain step lines, by the events' own clock
@@ -107,7 +107,8 @@ class Progress:
 
 def _step_line(event: StepReport, *, steps: int | None) -> str:
     of = "" if steps is None else f"/{steps}"
-    figures = (("loss ", event.loss, ".4f", ""), ("", event.tokens_per_s, ",.0f", " tokens/s"), ("MFU ", event.mfu, ".1%", ""))
+    figures = (("loss ", event.loss, ".4f", ""), ("", event.tokens_per_s, ",.0f", " tokens/s"),
+               ("MFU ", event.mfu, ".1%", ""))
     known = "".join(f"{name}{value:{form}}{unit}  " for name, value, form, unit in figures if value is not None)
     return f"step {event.step}{of}  {known}attempt {event.attempt}"
 

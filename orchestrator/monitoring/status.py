@@ -15,8 +15,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from jobs.spec.events import (AttemptStarted, CheckpointCommitted, CheckpointSaved, CheckpointSkipped, Decision, Diagnosis, Event,
-                              NodeSample, RankError, RunEnded, RunStarted, StepReport)
+from jobs.spec.events import (AttemptStarted, CheckpointCommitted, CheckpointSaved, CheckpointSkipped, Decision,
+                              Diagnosis, Event, NodeSample, RankError, RunEnded, RunStarted, StepReport)
 from jobs.spec.rundir import RunDir
 from orchestrator.monitoring.goodput import PARTS, Goodput
 from orchestrator.monitoring.summary import RunSummary

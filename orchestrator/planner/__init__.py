@@ -14,10 +14,10 @@ from jobs.spec.parallel import AXES, Layout
 from jobs.spec.training import TrainingSpec
 from orchestrator.cluster import ClusterSpec
 from orchestrator.config import ParallelRequest
+from orchestrator.planner.axes import axis_effects, axis_groups
 from orchestrator.planner.cost import Priced
 from orchestrator.planner.memory import stage_memory
-from orchestrator.planner.plan import (Plan, PlanError, PlannedJob, Rejected, layout_from_flat, plan_from_dict,
-                                       plan_json)
+from orchestrator.planner.plan import Plan, PlanError, PlannedJob, layout_from_flat, plan_from_dict, plan_json
 from orchestrator.planner.question import Question
 from orchestrator.planner.reasons import against_request, reject
 from orchestrator.planner.refusals import question_problems, too_big, with_crossing_cost
@@ -45,18 +45,25 @@ def plan(model: ModelSpec, *, training: TrainingSpec, cluster: ClusterSpec, requ
 
 
 def plan_question(question: Question, *, headroom: float, convention: AttentionConvention = "causal",
-                  clock: Callable[[], float] = time.perf_counter) -> Plan:
-    """As `plan`, of a question that is put together already."""
+                  axes: bool = False, clock: Callable[[], float] = time.perf_counter) -> Plan:
+    """As `plan`, of a question that is put together already; with `axes`, also what each axis is worth."""
     started = clock()
     problems = question_problems(question)
     if problems:
         raise PlanError([with_crossing_cost(p, question, winner=_winner(headroom, convention)) for p in problems])
     search = Search(question, headroom=headroom, convention=convention)
-    best = _best(search, count=1 + SHOWN_SLOWER)
+    free = search.again(_freed(question)) if question.request.fixed() else search
+    groups = axis_groups(question) if axes else ()
+    best, firsts = search.best(1 + SHOWN_SLOWER, key=_degrees if search.space.several_dims() else _gist,
+                               groups=groups if free is search else ())
     if not best:
         raise PlanError(too_big(search))
-    winner = best[0]
-    free = _free(question, winner, headroom=headroom, convention=convention)
+    winner, faster = best[0], []
+    if free is not search:
+        faster, firsts = free.best(SHOWN_FREE, key=_degrees, groups=groups)
+        faster = [against_request(one, winner, request=question.request) for one in faster
+                  if one.predicted.step_time_s < winner.predicted.step_time_s]
+    effects = axis_effects(free, firsts, winner, wishes=question.request) if axes else ()
     losers = tuple(reject(one, winner) for one in (*best[1:], *search.too_big(SHOWN_TOO_BIG)))
     return Plan(
         job=_job(question, headroom=headroom),
@@ -67,26 +74,13 @@ def plan_question(question: Question, *, headroom: float, convention: AttentionC
         communication=winner.transfers,
         candidates=search.space.count(),
         priced=search.effort.priced,
-        rejected=losers + free,
+        rejected=(*losers, *faster),
+        axes=effects,
         search_s=clock() - started,
         refused=search.space.ledger.refusals(),
         untrained=tuple(str(p) for p in (*support.model_problems(question.model),
                                          *support.layout_problems(winner.layout))),
     )
-
-
-def _best(search: Search, *, count: int) -> list[Priced]:
-    """The fastest layouts that fit, one per combination of degrees; where the request fixes those, one per batching,
-    schedule, recompute and ZeRO stage."""
-    found: list[Priced] = []
-    key = _degrees if search.space.several_dims() else _gist
-    seen: set = set()
-    for one in search.ranked(wanted=lambda layout: key(layout) not in seen):
-        found.append(one)
-        seen.add(key(one.layout))
-        if len(found) == count:
-            break
-    return found
 
 
 def _degrees(layout: Layout) -> tuple[int, ...]:
@@ -99,17 +93,9 @@ def _gist(layout: Layout) -> tuple[object, ...]:
             layout.zero_stage, layout.sequence_parallel)
 
 
-def _free(question: Question, winner: Priced, *, headroom: float,
-          convention: AttentionConvention) -> tuple[Rejected, ...]:
-    """What the request costs: the fastest layouts that it rules out."""
-    fixed = question.request.fixed()
-    if not fixed:
-        return ()
-    free = dataclasses.replace(question, request=ParallelRequest(uneven_batch=question.request.uneven_batch))
-    search = Search(free, headroom=headroom, convention=convention)
-    faster = [one for one in _best(search, count=SHOWN_FREE)
-              if one.predicted.step_time_s < winner.predicted.step_time_s]
-    return tuple(against_request(one, winner, request=question.request) for one in faster)
+def _freed(question: Question) -> Question:
+    """Without what the user fixed."""
+    return dataclasses.replace(question, request=ParallelRequest(uneven_batch=question.request.uneven_batch))
 
 
 def _winner(headroom: float, convention: AttentionConvention) -> Callable[[Question], Priced | None]:

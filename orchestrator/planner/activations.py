@@ -33,6 +33,7 @@ class BlockShape:
     input_bytes: int | None = None  # of an element that a linear map keeps as its input: 1 under fp8; None: as others
     norms: int = 2
     selective_keeps_matmuls: bool = True  # see Software
+    selective_share: float = 1.0
     selective_repeats_ffn: bool = False
     latent: int = 0  # MLA: channels of both latents, kept whole on every tp rank
     value_dim: int | None = None  # MLA: of one head's value; None: head_dim
@@ -58,6 +59,7 @@ def block_shape(model: ModelSpec, *, microbatch_size: int, seq_len: int, element
                       fused_norms=device == "cuda", fused_gate=software.fused_kernels, element_bytes=element_bytes,
                       input_bytes=1 if software.matmul_dtype in ("float8", "float4") else None,
                       norms=4 if model.post_norms else 2, selective_keeps_matmuls=software.selective_keeps_matmuls,
+                      selective_share=software.selective_share,
                       selective_repeats_ffn=software.selective_repeats_ffn,
                       latent=latent, value_dim=value, routed=routed)
 
@@ -82,7 +84,7 @@ def block_activation_bytes(shape: BlockShape, *, tp: int, sequence_parallel: boo
         # Outputs of every matmul and of attention: those of wo and down are partial sums of the whole width.
         matrices = 2 if shape.gated_ffn else 1
         outputs = (heads + matrices * shape.ffn_dim) / tp + shape.latent + shape.routed * shape.dim / on_sequence
-        return tokens * (block_input + element * (2 * shape.dim + outputs))
+        return tokens * (block_input + element * shape.selective_share * (2 * shape.dim + outputs))
     norms = shape.norms * (element if shape.fused_norms else 8) * shape.dim / on_sequence
     kept = element if shape.input_bytes is None else shape.input_bytes
     projections = 2 * kept * shape.dim / (on_sequence if shape.regathers_inputs else 1)

@@ -40,7 +40,7 @@ class Book:
         return self.groups[name]
 
     def add(self, axis: str, op: Op, what: str, *, payload_bytes: float, times: float, phase: Phase = "step",
-            group: str | None = None) -> None:
+            group: str | None = None, messages: int = 1) -> None:
         if times == 0:
             return
         placed = self.group(group or axis)
@@ -49,7 +49,8 @@ class Book:
         if op == "send_recv":
             once = send_recv_s(payload_bytes, placed, cluster=self.cluster)
         else:
-            once = collective_s(op, payload_bytes, placed, cluster=self.cluster, ports=self.software.ports)
+            once = collective_s(op, payload_bytes, placed, cluster=self.cluster, ports=self.software.ports,
+                                messages=messages)
         seconds = once * times
         self.transfers.append(Transfer(axis=axis, op=op, what=what, ranks=placed.ranks, times=int(times), phase=phase,
                                        payload_bytes=int(payload_bytes), link=placed.link, seconds=seconds,

@@ -45,7 +45,8 @@ def _tensor_parallel(book: Book) -> None:
     """Megatron's f and g around attention and FFN. With sequence parallelism each all-reduce becomes an
     all-gather and a reduce-scatter of the same bytes, forward and backward. Recomputing a layer, in full or
     selectively, repeats its forward's collectives but for the last: once the FFN's output projection has its
-    input again, torch stops. Experts see the tokens of their rank's sequence shard: nothing to gather."""
+    input again, torch stops, unless dropout or a norm follows. Experts see the tokens of their rank's sequence shard:
+    nothing to gather."""
     model, layout, m = book.model, book.layout, book.m
     payload = hidden_bytes(model, layout, training=book.training)
     # blocks between an f and a g: attention and FFN of every layer, but experts without a shared one
@@ -53,7 +54,9 @@ def _tensor_parallel(book: Book) -> None:
     blocks = (2 * book.layers - (0 if shared else book.moe_layers)) * m
     latent = book.layers * m if model.mla is not None else 0  # attentions that gather their latents instead
     repeats = layout.recompute == "full" or (layout.recompute == "selective" and book.software.selective_keeps_matmuls)
-    enters, leaves = (blocks - latent, blocks // 2) if repeats else (0, 0)  # once more, forward, with the backward
+    # once more, forward, with the backward: a feed-forward's reduction only if something behind it wants the result
+    behind = model.dropout > 0 or model.post_norms
+    enters, leaves = (blocks - latent, blocks if behind else book.layers * m) if repeats else (0, 0)
     sequence = layout.sequence_parallel
     for op in ("all_gather", "reduce_scatter") if sequence else ("all_reduce",):
         gathers = op == "all_gather"
@@ -129,7 +132,10 @@ def _experts(book: Book) -> None:
         return
     payload = book.element * book.tokens / book.dims.tp * _copies_sent(moe.top_k, book) * model.dim
     passes = book.moe_layers * book.m
-    again = passes if book.layout.recompute != "none" else 0
+    software = book.software
+    repeats = book.layout.recompute == "full" or (
+        book.layout.recompute == "selective" and (software.selective_keeps_matmuls or software.selective_repeats_ffn))
+    again = passes if repeats else 0
     for what, size, forward, backward in (("tokens to experts and back", payload, 2 * passes, 2 * (passes + again)),
                                           ("experts: counts", 8 * moe.num_experts, passes, again)):
         book.add("ep", "all_to_all", what, payload_bytes=size, times=forward, phase="forward")
@@ -147,9 +153,10 @@ def _experts(book: Book) -> None:
 def _copies_sent(top_k: int, book: Book) -> float:
     """Of one token: one per expert; or one per island that has any of its experts, where the trainer dispatches so and
     experts are on several. Of n islands top_k experts lie on n(1 − (1 − 1/n)^top_k), were they drawn at random."""
-    islands = book.group("ep").nodes
+    islands, moe = book.group("ep").nodes, book.model.moe
     if not book.software.dispatches_once or islands == 1:
         return top_k
+    islands = min(islands, moe.top_groups) if moe.num_groups > 1 else islands
     return islands * (1 - (1 - 1 / islands) ** top_k)
 
 
@@ -157,13 +164,17 @@ def _pipeline(book: Book) -> None:
     """Hidden states forward and their gradients backward over each boundary; a tp rank sends its own part
     of the sequence under sequence parallelism, else the whole. The turn of a V stays on one rank."""
     layout, dims, model = book.layout, book.dims, book.model
-    payload = hidden_bytes(model, layout, training=book.training)
-    payload /= dims.tp if layout.sequence_parallel else 1
+    whole = hidden_bytes(model, layout, training=book.training)
+    scatters = book.software.scatters_messages and not layout.sequence_parallel
+    payload = whole / dims.tp if layout.sequence_parallel or scatters else whole
     home = _rank(layout, book.stage)
     onward = not book.last and _rank(layout, book.stage + 1) != home
     back = not book.first and _rank(layout, book.stage - 1) != home
     book.add("pp", "send_recv", "hidden states", payload_bytes=payload, times=book.m * onward, phase="forward")
     book.add("pp", "send_recv", "their gradients", payload_bytes=payload, times=book.m * back, phase="backward")
+    if scatters:
+        book.add("tp", "all_gather", "messages", payload_bytes=whole, times=book.m * back, phase="forward")
+        book.add("tp", "all_gather", "messages", payload_bytes=whole, times=book.m * onward, phase="backward")
     if model.tie_embeddings and (book.first or book.last) and _rank(layout, 0) != _rank(layout, layout.num_stages - 1):
         book.add("pp", "send_recv", "tied embedding: gradient", times=1,
                  payload_bytes=4 * embedding_params(model) / (dims.tp * dims.fsdp))

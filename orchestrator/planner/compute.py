@@ -26,6 +26,7 @@ class Chip:
     device: str
     matmul_flops: float  # sustained, of linear maps
     half_flops: float  # sustained, of attention and of the output projection: never below 16 bits
+    attention: float  # share of that for fused attention, against kernels written for the chip
     memory_bytes_s: float
     multiprocessors: int
     element: int  # bytes of an activation
@@ -53,6 +54,9 @@ class LayerTimes:
     weights_s: float  # backward of its weights
     again_s: float = 0.0  # recomputed before the backward
     attention_s: float = 0.0  # forward attention alone: what a ring of keys and values hides behind
+    # where tensor parallelism is entered: (hidden states whose gradient is reduced there, seconds of weights_s that it
+    # may hide behind)
+    entries: tuple[tuple[float, float], ...] = ()
 
     @property
     def backward_s(self) -> float:
@@ -68,6 +72,7 @@ def chip_of(cluster: ClusterSpec, *, training: TrainingSpec, software: Software)
         return cluster.peak(name) * 1e12 * cluster.matmul_ceiling * constants.SUSTAINED_MATMUL[name]
 
     return Chip(device=cluster.device, matmul_flops=sustained(dtype), half_flops=sustained(half),
+                attention=1.0 if software.tuned_attention else cluster.hardware.portable_attention,
                 memory_bytes_s=cluster.hbm_gb_s * 1e9 * constants.MEMORY_EFFICIENCY,
                 multiprocessors=cluster.hardware.multiprocessors, element=DTYPE_BYTES[training.param_dtype],
                 casts=dtype in ("float8", "float4"))
@@ -108,18 +113,31 @@ def layer_times(model: ModelSpec, layer: int, *, shape: Shape, chip: Chip, softw
     forward = sum(count * matmul_s(m, n, k, flops=flops, chip=chip) for m, n, k, count in maps)
     inputs = sum(count * matmul_s(m, k, n, flops=flops, chip=chip) for m, n, k, count in maps)
     weights = sum(count * matmul_s(k, n, m, flops=flops, chip=chip) for m, n, k, count in maps)
+    weights += _accumulated_s(maps, chip=chip, software=software)
     attention, attention_back = _attention_s(model, layer, shape=shape, chip=chip, software=software)
     streamed = shape.tokens * _streamed_bytes(model, layer, shape=shape, chip=chip, software=software)
     stream = streamed / chip.memory_bytes_s
     cast = 0.0
     if chip.casts:
         cast = constants.CAST_BYTES * sum(m * k * count for m, _, k, count in maps) / chip.memory_bytes_s
-    forward_s = _with_launches(forward + attention + stream + cast, chip=chip, software=software, passes=1)
+    kernels = _kernels(model, layer, shape=shape, chip=chip, software=software)
+    forward_s = _with_launches(forward + attention + stream + cast, kernels=kernels, chip=chip)
     inputs_s = inputs + attention_back + constants.BACKWARD_TRAFFIC * stream + cast
-    backward_s = _with_launches(inputs_s + weights, chip=chip, software=software, passes=2)
+    backward_s = _with_launches(inputs_s + weights, kernels=2 * kernels, chip=chip)
+    entries = tuple((share, sum(matmul_s(k, n, m, flops=flops, chip=chip) for m, n, k, _ in columns))
+                    for share, columns in _entries(model, layer, maps))
     return LayerTimes(forward_s=forward_s, inputs_s=backward_s - weights, weights_s=weights, attention_s=attention,
-                      again_s=_again_s(model, shape, chip, software, maps=maps, forward_s=forward_s,
+                      entries=entries, again_s=_again_s(model, shape, chip, software, maps=maps, forward_s=forward_s,
                                        attention=attention, stream=stream))
+
+
+def _accumulated_s(maps: list, *, chip: Chip, software: Software) -> float:
+    """A microbatch's gradients of the weights are added to the sum of those before: read, and the sum read and written.
+    The fewer tokens there are to a weight, the more it shows. A matmul that adds them itself hides it."""
+    if software.sums_in_matmul:
+        return 0.0
+    summed = software.gradient_bytes if software.keeps_half_weights else 4
+    return (chip.element + 2 * summed) * sum(n * k * count for _, n, k, count in maps) / chip.memory_bytes_s
 
 
 def _again_s(model: ModelSpec, shape: Shape, chip: Chip, software: Software, *, maps: list, forward_s: float,
@@ -131,7 +149,9 @@ def _again_s(model: ModelSpec, shape: Shape, chip: Chip, software: Software, *, 
     # keeping the outputs of matmuls and of attention, only what lies between is repeated; repeating attention alone,
     # a fused kernel has nothing to save and is left as it is
     if software.selective_keeps_matmuls:
-        return stream
+        repeated = 1 - software.selective_share
+        return stream + (repeated * sum(count * matmul_s(m, n, k, flops=chip.matmul_flops, chip=chip)
+                                        for m, n, k, count in maps) if repeated else 0.0)
     ffn = maps[len(_attention_maps(model, shape.tokens, shape.tp)):] if software.selective_repeats_ffn else ()
     again = sum(count * matmul_s(m, n, k, flops=chip.matmul_flops, chip=chip) for m, n, k, count in ffn)
     return again if software.flash_attention else again + attention
@@ -170,6 +190,22 @@ def _attention_maps(model: ModelSpec, t: int, tp: int) -> list[tuple[int, int, i
                 (t, model.dim, heads * mla.v_head_dim, 1)]
 
 
+def _entries(model: ModelSpec, layer: int, maps: list) -> list[tuple[float, list]]:
+    """Where a layer enters tensor parallelism, with the maps behind it: attention, whose latents are narrower than the
+    hidden state, and the feed-forward or the shared experts. Routed experts are not split."""
+    experts = model.is_moe(layer)
+    shared = experts and model.moe.num_shared_experts > 0
+    ffn = len(maps) - 2 if not experts or shared else len(maps)
+    mla = model.mla
+    if mla is None:
+        found = [(1.0, maps[:1])]
+    else:
+        latents = (mla.q_lora_rank or model.dim) + mla.kv_lora_rank + mla.qk_rope_head_dim
+        queries = 0 if mla.q_lora_rank is None else 1
+        found = [(latents / model.dim, [maps[queries], maps[queries + 2]])]
+    return found + ([(1.0, maps[ffn:ffn + 1])] if ffn < len(maps) else [])
+
+
 def _share(size: int, parts: int) -> int:
     return max(1, -(-size // parts))
 
@@ -182,8 +218,9 @@ def _attention_s(model: ModelSpec, layer: int, *, shape: Shape, chip: Chip,
                                                 convention="causal" if flash else "full") / 3
     flops = shape.tokens * per_token / shape.tp
     if flash:
-        forward = flops / (chip.half_flops * constants.FLASH_FORWARD)
-        return forward, constants.FLASH_BACKWARD_FLOPS * flops / (chip.half_flops * constants.FLASH_BACKWARD)
+        rate = chip.half_flops * chip.attention
+        forward = flops / (rate * constants.FLASH_FORWARD)
+        return forward, constants.FLASH_BACKWARD_FLOPS * flops / (rate * constants.FLASH_BACKWARD)
     window = min(shape.seq_len, model.window(layer) or shape.seq_len)
     scores = shape.tokens * window * model.num_heads / shape.tp
     traffic = constants.UNFUSED_SCORE_BYTES * chip.element / 2 * scores / chip.memory_bytes_s
@@ -217,10 +254,20 @@ def _streamed_bytes(model: ModelSpec, layer: int, *, shape: Shape, chip: Chip, s
     return norms / shape.sequence_split + (rotary + gate * element * ffn) / shape.tp
 
 
-def _with_launches(seconds: float, *, chip: Chip, software: Software, passes: int) -> float:
+def _kernels(model: ModelSpec, layer: int, *, shape: Shape, chip: Chip, software: Software) -> float:
+    """Of one layer's forward. Experts have a matmul each, or more where their inputs are cast."""
     kernels = constants.BLOCK_KERNELS["fused" if software.fused_kernels else "eager"]
-    launches_s = passes * kernels * constants.LAUNCH_S[chip.device]
-    return max(seconds, launches_s) if chip.device == "cuda" else seconds + launches_s
+    if not model.is_moe(layer):
+        return kernels
+    each = constants.EXPERT_KERNELS["cast" if chip.casts else "plain"]
+    return kernels + constants.ROUTING_KERNELS + each * max(1, model.moe.num_experts // shape.ep)
+
+
+def _with_launches(seconds: float, *, kernels: float, chip: Chip) -> float:
+    launches_s = kernels * constants.LAUNCH_S[chip.device]
+    if chip.device == "cpu":
+        return seconds + launches_s
+    return max(seconds + kernels * constants.KERNEL_RAMP_S, launches_s)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -230,9 +277,10 @@ def head_times(model: ModelSpec, *, shape: Shape, chip: Chip) -> LayerTimes:
     vocabulary = _share(model.vocab_size, shape.tp)
     logits = 8.0 * shape.tokens * vocabulary / chip.memory_bytes_s
     m, n, k = shape.tokens, vocabulary, model.dim
+    weights = matmul_s(k, n, m, flops=chip.half_flops, chip=chip)
     return LayerTimes(forward_s=matmul_s(m, n, k, flops=chip.half_flops, chip=chip) + logits,
                       inputs_s=matmul_s(m, k, n, flops=chip.half_flops, chip=chip) + logits,
-                      weights_s=matmul_s(k, n, m, flops=chip.half_flops, chip=chip))
+                      weights_s=weights, entries=((1.0, weights),))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,7 +1,7 @@
-"""What a plan would be otherwise: each axis left out or forced, any layout beside the winner, two plans side by side.
+"""What a plan would be otherwise: any layout beside the winner, two plans side by side.
 
-Called by `orc plan` for what it prints below the winner, and by `--explain` and `--diff`. Every answer is another
-search of the same question with one thing changed.
+Called by `orc plan` for `--explain` and `--diff`. A layout that was asked for is the best of a search of the same
+question with these wishes.
 """
 import dataclasses
 from dataclasses import dataclass
@@ -12,13 +12,11 @@ from jobs.spec.load import Problem, SpecError, suggest
 from jobs.spec.parallel import Layout
 from orchestrator.config import CHOICES, COUNTS, ParallelRequest
 from orchestrator.planner.cost import Priced
-from orchestrator.planner.plan import AxisEffect, Plan, Rejected
-from orchestrator.planner.question import Question, divisors
-from orchestrator.planner.reasons import EQUAL, against_request, gib, grown_parts, ms, reject, too_big_by
+from orchestrator.planner.plan import Plan, Rejected
+from orchestrator.planner.question import Question
+from orchestrator.planner.reasons import EQUAL, gib, grown_parts, ms, too_big_by
 from orchestrator.planner.refusals import question_problems
 from orchestrator.planner.search import Search
-
-AXES = ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,81 +28,6 @@ class Explained:
     layout: Layout | None
     priced: Priced | None
     reasons: tuple[str, ...]  # every reason it lost; the rules it breaks first
-
-
-# ------------------------------------------------------------------ every axis, without and with it
-def axis_effects(question: Question, winner: Priced, *, headroom: float) -> tuple[AxisEffect, ...]:
-    """For each axis the best layout without it, if the winner has it, or with it. Schedules and FSDP units are those
-    of the winner, or the plainest."""
-    convention = winner.predicted.mfu_convention
-    narrowed = _narrowed(question, winner.layout)
-    found = []
-    for axis in AXES:
-        if axis == "ep" and question.model.moe is None:
-            continue
-        value = getattr(winner.layout.dims, axis)
-        others = [1] if value > 1 else divisors(question.world_size)[1:]
-        if others:
-            found.append(_effect(axis, value, others, narrowed, winner, wishes=question.request, headroom=headroom,
-                                 convention=convention))
-    crossing = _crossing(narrowed, winner, headroom=headroom, convention=convention)
-    return tuple(found) + ((crossing,) if crossing else ())
-
-
-def _narrowed(question: Question, layout: Layout) -> Question:
-    request = ParallelRequest(uneven_batch=question.request.uneven_batch, layers_per_unit=layout.layers_per_unit,
-                              schedule=sorted({layout.schedule, "1f1b"}),
-                              virtual_stages=sorted({1, layout.virtual_stages}),
-                              reduce_every_microbatch=sorted({False, layout.reduce_every_microbatch}),
-                              mesh_order=question.request.mesh_order, num_nodes=question.num_nodes)
-    return dataclasses.replace(question, request=request)
-
-
-def _effect(axis: str, value: int, others: list[int], question: Question, winner: Priced, *, wishes: ParallelRequest,
-            headroom: float, convention: Any) -> AxisEffect:
-    asked = dataclasses.replace(question, request=dataclasses.replace(question.request, **{axis: others}))
-    best = _first(asked, headroom=headroom, convention=convention)
-    what = f"without {axis}" if value > 1 else f"with {axis}"
-    if isinstance(best, str):
-        return AxisEffect(axis=axis, value=value, what=what, other=None, change=None, note=best)
-    change = _change(best, winner)
-    other = reject(best, winner) if change > -EQUAL else against_request(best, winner, request=wishes)
-    return AxisEffect(axis=axis, value=value, what=what, other=other, change=change, note="")
-
-
-def _crossing(question: Question, winner: Priced, *, headroom: float, convention: Any) -> AxisEffect | None:
-    """What tp over the edge of the NVLink domain would cost: the smallest such tp that divides the model."""
-    wide = dataclasses.replace(question, allow_tp_across_nodes=True)
-    domain = question.cluster.domain_gpus
-    for tp in divisors(question.world_size):
-        if tp <= domain or domain % tp == 0:
-            continue
-        asked = dataclasses.replace(wide, request=dataclasses.replace(question.request, tp=tp))
-        best = _first(asked, headroom=headroom, convention=convention)
-        if not isinstance(best, str):
-            return AxisEffect(axis="tp", value=winner.layout.dims.tp, what=f"tp={tp} crosses nodes",
-                              other=reject(best, winner), change=_change(best, winner), note="")
-    return None
-
-
-def _first(question: Question, *, headroom: float, convention: Any) -> Priced | str:
-    """The best layout, or why there is none."""
-    problems = question_problems(question)
-    if problems:
-        return problems[0].message
-    search = Search(question, headroom=headroom, convention=convention)
-    best = next(search.ranked(), None)
-    if best is not None:
-        return best
-    smallest = search.smallest()
-    if smallest is None:
-        broken = [problem.message for problem in search.space.ledger.examples.values()]
-        return broken[0] if broken else "nothing is legal"
-    return f"nothing fits: {smallest.layout} is {too_big_by(smallest)}"
-
-
-def _change(one: Priced, winner: Priced) -> float:
-    return one.predicted.step_time_s / winner.predicted.step_time_s - 1
 
 
 # ------------------------------------------------------------------ any layout
@@ -160,7 +83,7 @@ def explain(question: Question, wishes: dict[str, Any], *, asked: str, winner: P
 def reasons(one: Priced, winner: Priced) -> list[str]:
     """All of them: memory, then each part of the step that grew, then what the trainer does not run."""
     found = [] if one.fits else [too_big_by(one)]
-    change = _change(one, winner)
+    change = one.predicted.step_time_s / winner.predicted.step_time_s - 1
     if abs(change) < EQUAL and one.layout == winner.layout:
         return [*found, "it is the winner"]
     slower = f"{abs(change):.1%} {'slower' if change > 0 else 'faster'}"

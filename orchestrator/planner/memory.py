@@ -52,7 +52,14 @@ def stage_memory(model: ModelSpec, layout: Layout, *, training: TrainingSpec, st
     weights = rank_weights(model, layout, stage)
     shards = _Shards(weights, layout)
     parameters, gradients = _states(layout, training=training, shards=shards, software=software)
+    kept, again = _activations_bytes(model, layout, training=training, rank=stage, device=device, software=software)
     last = layout.num_stages - 1 in layout.stages(stage)
+    logits = _logits_bytes(model, layout, training=training, software=software) if last else 0
+    # Logits are gone before the first block of the backward is recomputed and the unit behind it gathered.
+    activations, left = kept + max(0, again - logits), max(0, logits - again)
+    gathered, ahead = _gathered_bytes(model, layout, training=training, rank=stage, software=software)
+    reduction = _reduction_bytes(model, layout, training=training, rank=stage, activations=activations, logits=logits,
+                                 software=software)
     return StageMemory(
         stage=stage,
         layers=sum(layout.layers_per_stage[s] for s in layout.stages(stage)),
@@ -60,10 +67,9 @@ def stage_memory(model: ModelSpec, layout: Layout, *, training: TrainingSpec, st
         parameters_bytes=parameters,
         gradients_bytes=gradients,
         optimizer_bytes=_optimizer_bytes(layout, shards=shards, training=training, software=software),
-        gathered_bytes=_gathered_bytes(model, layout, training=training, rank=stage, software=software),
-        activations_bytes=_activations_bytes(model, layout, training=training, rank=stage, device=device,
-                                             software=software),
-        logits_bytes=_logits_bytes(model, layout, training=training, software=software) if last else 0,
+        gathered_bytes=gathered + max(0, ahead - left) + reduction,
+        activations_bytes=activations,
+        logits_bytes=logits,
         communication_bytes=_buffers_bytes(model, layout, training=training, device=device),
     )
 
@@ -97,6 +103,9 @@ def _states(layout: Layout, *, training: TrainingSpec, shards: _Shards, software
     # Gradients are reduced with the last microbatch, so until then a rank sums the unsharded gradients of its
     # stage (torch's pipeline stages do the same). The shards replace them unit by unit: the larger counts.
     accumulates = layout.num_microbatches > 1 and not layout.reduce_every_microbatch
+    if accumulates and layout.dims.pp > 1 and layout.schedule in ZERO_BUBBLE_SCHEDULES and layout.recompute == "none":
+        # The second half of a backward sums in param_dtype, beside what the whole backwards have summed.
+        whole += DTYPE_BYTES[training.param_dtype] * shards.whole
     return sharded, max(sharded, whole) if accumulates else sharded
 
 
@@ -107,31 +116,58 @@ def _optimizer_bytes(layout: Layout, *, shards: _Shards, training: TrainingSpec,
     return (ADAM_BYTES + masters) * (shards.shard if layout.dims.dp_shard > 1 else shards.whole)
 
 
-def _gathered_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSpec, rank: int, software: Software) -> int:
-    """Unsharded parameters, and the unsharded gradient of the unit being reduced, alive at the same time."""
+def _gathered_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSpec, rank: int,
+                    software: Software) -> tuple[int, int]:
+    """Unsharded parameters that are alive at the same time, and those of the next unit, gathered ahead."""
     dims = layout.dims
-    if dims.dp * dims.cp == 1 and training.param_dtype == "float32":
-        return 0  # no FSDP: the master weights are used in place
+    if _in_place(model, layout, training=training):
+        return 0, 0
     if software.keeps_half_weights and layout.zero_stage < 3:
-        return 0  # counted as parameters
+        return 0, 0  # counted as parameters
     element = DTYPE_BYTES[training.param_dtype]
-    stages = layout.stages(rank)
     whole = rank_weights(model, layout, rank).total
-    unit = layout.layers_per_unit * max((layer_weights(model, layer, dims=dims).total for stage in stages
-                                         for layer, _ in _stage_kinds(model, layout, stage)), default=0)
     if _whole_weights(layout):
         # 16-bit copies beside the masters; float32 masters are rows of the whole weights themselves
         shard = _Shards(rank_weights(model, layout, rank), layout).shard
-        return element * whole if element < MASTER_BYTES else element * (whole - shard)
+        return element * whole if element < MASTER_BYTES else element * (whole - shard), 0
     if not layout.reshard_after_forward or dims.fsdp == 1 or dims.pp > 1 or layout.schedule in ZERO_BUBBLE_SCHEDULES:
         # FSDP copies even what it need not gather. Under a pipeline torch leaves every unit unsharded from one
         # microbatch's backward to the next forward: at the peak the whole stage is gathered.
-        gathered = element * whole
-    else:
-        ends = ends_params(model, tp=dims.tp, first=True, last=True)
-        gathered = element * min(whole, GATHERED_UNITS * unit + ends)  # the ends are gathered with a unit of layers
-    once = layout.num_microbatches == 1 or layout.reduce_every_microbatch
-    return gathered + (DTYPE_BYTES[training.reduce_dtype] * unit if once else 0)
+        return element * whole, 0
+    unit, _ = _largest_unit(model, layout, rank)
+    ends = ends_params(model, tp=dims.tp, first=True, last=True)  # they are gathered with a unit of layers
+    together = min(whole, unit + ends)
+    return element * together, element * min(whole - together, (GATHERED_UNITS - 1) * unit)
+
+
+def _in_place(model: ModelSpec, layout: Layout, *, training: TrainingSpec) -> bool:
+    """Nothing is shared or cast: the master weights are used, and their gradients kept, where they are."""
+    alone = layout.dims.dp * layout.dims.cp == 1 and (model.moe is None or expert_shards(layout.dims) == 1)
+    return alone and training.param_dtype == "float32"
+
+
+def _reduction_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSpec, rank: int, activations: int,
+                     logits: int, software: Software) -> int:
+    """The message in which the gradients of one unit are reduced, beside the gradients themselves. Where that happens
+    once per step there is one microbatch left by then, and the message counts as far as it needs more than the
+    activations did that are gone."""
+    if _in_place(model, layout, training=training) or software.keeps_half_weights and layout.zero_stage < 3:
+        return 0
+    unit, ends = (DTYPE_BYTES[training.reduce_dtype] * weights for weights in _largest_unit(model, layout, rank))
+    if layout.num_microbatches == 1 or layout.reduce_every_microbatch:
+        return 0 if _whole_weights(layout) else unit  # whole gradients are counted, and here they are these messages
+    last = activations // in_flight(layout, rank)
+    return max(0, unit + last - activations - logits, ends - activations - logits)
+
+
+def _largest_unit(model: ModelSpec, layout: Layout, rank: int) -> tuple[int, int]:
+    """Weights that are gathered and reduced together: of layers, and of the larger end of the model held here."""
+    dims, stages = layout.dims, layout.stages(rank)
+    layers = [layer_weights(model, layer, dims=dims).total for stage in stages
+              for layer, _ in _stage_kinds(model, layout, stage)]
+    last = ends_params(model, tp=dims.tp, first=False, last=True) if layout.num_stages - 1 in stages else 0
+    first = ends_params(model, tp=dims.tp, first=True, last=False) if 0 in stages else 0
+    return layout.layers_per_unit * max(layers, default=0), max(first, last)
 
 
 def _stage_kinds(model: ModelSpec, layout: Layout, stage: int) -> list[tuple[int, int]]:
@@ -140,8 +176,9 @@ def _stage_kinds(model: ModelSpec, layout: Layout, stage: int) -> list[tuple[int
 
 
 def _activations_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSpec, rank: int, device: Device,
-                       software: Software) -> int:
-    """What the forward keeps for the backward, of every stage of the rank and every microbatch in flight."""
+                       software: Software) -> tuple[int, int]:
+    """What the forward keeps for the backward, of every stage of the rank and every microbatch in flight; and what the
+    backward holds of one block beside that, while it is recomputed."""
     dims = layout.dims
     element = DTYPE_BYTES[training.param_dtype]
     seq_len = training.seq_len // dims.cp
@@ -161,7 +198,7 @@ def _activations_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSp
         ends = stage == layout.num_stages - 1 or (layout.num_stages > 1 and not software.frees_outputs)
         boundary = 2 * hidden if ends else hidden
         total += held * (blocks + boundary)
-    return int(total + again)
+    return int(total), int(again)
 
 
 @functools.lru_cache(maxsize=16384)
@@ -177,16 +214,14 @@ def _block_bytes(model: ModelSpec, layer: int, *, microbatch_size: int, seq_len:
 
 
 def _logits_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSpec, software: Software) -> int:
-    """Of one microbatch, because the last stage runs its backward at once: logits as the projection gave them,
-    float32 probabilities and their gradient, and the gradient cast back. 12 bytes in either precision; a fused loss
-    needs the first two."""
+    """Logits as the projection gave them, float32 probabilities and their gradient, and the gradient cast back: 12
+    bytes in either precision; a fused loss needs the first two. Of one microbatch where the last stage runs its
+    backward at once; gpipe keeps the first two of all the others."""
     element = DTYPE_BYTES[training.param_dtype]
-    cast_back = element if element < 4 else 0
-    if software.fused_loss:
-        return (element + 4) * (training.seq_len // layout.dims.cp * layout.microbatch_size) * model.vocab_size \
-            // layout.dims.tp
-    tokens = training.seq_len // layout.dims.cp * layout.microbatch_size
-    return (element + 4 + 4 + cast_back) * tokens * model.vocab_size // layout.dims.tp
+    each = training.seq_len // layout.dims.cp * layout.microbatch_size * model.vocab_size // layout.dims.tp
+    waiting = layout.num_microbatches - 1 if layout.schedule == "gpipe" and layout.dims.pp > 1 else 0
+    at_work = 0 if software.fused_loss else 4 + (element if element < 4 else 0)
+    return each * ((waiting + 1) * (element + 4) + at_work)
 
 
 def _buffers_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSpec, device: Device) -> int:

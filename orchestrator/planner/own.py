@@ -1,9 +1,9 @@
 """plan for a model of the user's own: every layout that its plan table and the request allow, priced; the fastest that
 fits.
 
-Called by orchestrator.planning with what `python -m jobs.own.measure` has measured. Pure. The space is smaller than that
-of our own models: cp and ep need seams that a plan table does not give, units are one block unless asked, schedules other
-than 1f1b and gpipe only where asked.
+Called by orchestrator.planning with what `python -m jobs.own.measure` has measured. Pure. The space is smaller than
+that of our own models: cp and ep need seams that a plan table does not give, units are one block unless asked,
+schedules other than 1f1b and gpipe only where asked.
 """
 import itertools
 import time
@@ -41,8 +41,8 @@ def plan_own(question: OwnQuestion, *, request: ParallelRequest, num_nodes: int,
     fitting = [one for one in priced if one.fits]
     if not fitting:
         least = min(priced, key=lambda one: one.predicted.memory_gib)
-        raise PlanError([Problem(where="memory", value=None, message=f"no layout fits; the smallest, {least.layout}, is "
-                                 f"{too_big_by(least)}; use more nodes, shorter sequences, or a smaller model")])
+        raise PlanError([Problem(where="memory", value=None, message=f"no layout fits; the smallest, {least.layout}, "
+                                 f"is {too_big_by(least)}; use more nodes, shorter sequences, or a smaller model")])
     return _plan(question, fitting, num_nodes=num_nodes, candidates=len(layouts), search_s=clock() - started)
 
 
@@ -52,8 +52,8 @@ def _plan(question: OwnQuestion, fitting: list[Priced], *, num_nodes: int, candi
     for one in fitting:
         others.setdefault(one.layout.dims.shape, one)
     job = PlannedJob(model=question.model.name, num_params=question.profile.num_params, cluster=cluster.name,
-                     num_nodes=num_nodes, gpus_per_node=cluster.gpus_per_node, gpu=cluster.gpu, seq_len=training.seq_len,
-                     global_batch_size=training.global_batch_size, param_dtype=training.param_dtype,
+                     num_nodes=num_nodes, gpus_per_node=cluster.gpus_per_node, gpu=cluster.gpu,
+                     seq_len=training.seq_len, global_batch_size=training.global_batch_size, param_dtype=training.param_dtype,
                      headroom=question.headroom)
     losers = [one for shape, one in others.items() if shape != winner.layout.dims.shape][:SHOWN]
     return Plan(job=job, layout=winner.layout, predicted=winner.predicted, communication=winner.transfers,
@@ -75,11 +75,13 @@ def _request_problems(question: OwnQuestion, request: ParallelRequest) -> list[P
     if (wanted := request.options("tp")) and not {m.tp for m in profile.measured} & set(wanted):
         refuse("tp", wanted[0], f"{profile.no_tp.get(wanted[0], 'was not measured')}; these can be: "
                f"{', '.join(str(tp) for tp in sorted({m.tp for m in profile.measured}))}")
+    if question.training.compile and (wanted := request.options("tp")) and 1 not in wanted:
+        refuse("tp", wanted[0], "does not go with training.compile for an own model; set 1, or training.compile=false")
     if profile.no_pp and (wanted := request.options("pp")) and 1 not in wanted:
         refuse("pp", wanted[0], f"cuts the model between blocks, but {profile.no_pp}; or set 1")
     if profile.no_sequence_parallel and request.options("sequence_parallel") == (True,):
-        refuse("sequence_parallel", True, f"is not possible: {profile.no_sequence_parallel}; set false, or complete the "
-               "plan table")
+        refuse("sequence_parallel", True, f"is not possible: {profile.no_sequence_parallel}; set false, or complete "
+               "the plan table")
     return found
 
 
@@ -88,8 +90,8 @@ def _layouts(question: OwnQuestion, request: ParallelRequest, *, world: int, all
     """Every legal layout. `refused` collects the first problem of each kind."""
     for dims in _dims(question, request, world=world):
         if not allow_tp_across_nodes and axis_group(dims, "tp", gpus_per_node=question.cluster.gpus_per_node).nodes > 1:
-            refused.setdefault("nodes", Problem(where="parallel.tp", value=dims.tp, message="crosses nodes; set a degree "
-                                                "that a node holds, or placement.allow_tp_across_nodes=true"))
+            refused.setdefault("nodes", Problem(where="parallel.tp", value=dims.tp, message="crosses nodes; set a "
+                                                "degree that a node holds, or placement.allow_tp_across_nodes=true"))
             continue
         for layout in _variants(question, request, dims):
             if problems := layout_problems(layout):
@@ -100,7 +102,8 @@ def _layouts(question: OwnQuestion, request: ParallelRequest, *, world: int, all
 
 def _dims(question: OwnQuestion, request: ParallelRequest, *, world: int) -> Iterator[ParallelDims]:
     order = tuple(request.mesh_order) if request.mesh_order != "auto" else MESH_ORDER
-    degrees = sorted({m.tp for m in question.profile.measured})
+    # what the code sees of its weights under tp is not compiled
+    degrees = [1] if question.training.compile else sorted({m.tp for m in question.profile.measured})
     for tp, pp in itertools.product(degrees, divisors(world)):
         if world % (tp * pp) or pp > (1 if question.profile.no_pp else question.profile.num_blocks):
             continue

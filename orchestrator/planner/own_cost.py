@@ -1,11 +1,12 @@
 """What a layout of an own model costs: bytes and seconds from what was measured of it, on the links and at the rates
 that our own models are priced with.
 
-Called by planner.own for every candidate. Where a ModelSpec has formulas, an own model has counts (jobs.spec.own_model):
-matmuls run at the chip's sustained rate whatever their shapes, everything else moves its bytes. So small matmuls are
+Called by planner.own for every candidate. Where a ModelSpec has formulas, an own model has counts
+(jobs.spec.own_model): matmuls run at the chip's sustained rate whatever their shapes, everything else moves its bytes. So small matmuls are
 priced too fast; what is not known is said by the plan, not guessed.
 """
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from jobs.spec.own_model import Measured, OwnModel, OwnProfile, Piece
@@ -62,28 +63,32 @@ def stage_memory(question: OwnQuestion, layout: Layout, rank: int) -> StageMemor
     accumulates = layout.num_microbatches > 1 and not layout.reduce_every_microbatch
     gradients = max(MASTER_BYTES * shard, reduced) if replicated or accumulates else MASTER_BYTES * shard
     kept = sum(n * _kept(measured, layout, stage) for n, stage in zip(held, stages))
-    blocks = [measured.blocks[i] for stage in stages for i in layout.layers(stage)]
-    again = max((block.saved for block in blocks), default=0.0) if layout.recompute != "none" else 0.0
+    again = max((measured.blocks[i].saved - _kept_of(measured.blocks[i], layout, hidden=measured.hidden)
+                 for stage in stages for i in layout.layers(stage)), default=0.0)  # of the block being recomputed
     sequences = element * layout.microbatch_size
     last = layout.num_stages - 1 in stages
     vocab = question.model.vocab_size // (dims.tp if question.profile.splits_logits else 1)
+    logits = 12 * training.seq_len * layout.microbatch_size * vocab if last else 0
+    again = max(0.0, again - logits / sequences)  # logits have gone when the first block is recomputed
     return StageMemory(
         stage=rank, layers=sum(layout.layers_per_stage[stage] for stage in stages), in_flight=max(held),
         parameters_bytes=MASTER_BYTES * shard, gradients_bytes=gradients, optimizer_bytes=ADAM_BYTES * shard,
-        gathered_bytes=_gathered_bytes(pieces, layout, whole=whole, shard=shard, element=element, replicated=replicated),
+        gathered_bytes=_gathered_bytes(pieces, layout, whole=whole, shard=shard, element=element,
+                                       replicated=replicated),
         activations_bytes=int(sequences * (kept + again)),
-        logits_bytes=12 * training.seq_len * layout.microbatch_size * vocab if last else 0)
+        logits_bytes=logits)
 
 
 def _kept(measured: Measured, layout: Layout, stage: int) -> float:
     """Elements of one sequence that a stage keeps for its backward; the ends are never recomputed."""
     ends = measured.before.saved * (stage == 0) + measured.behind.saved * (stage == layout.num_stages - 1)
     boundary = 2 * measured.hidden if layout.num_stages > 1 else 0  # received and sent on
-    blocks = [measured.blocks[i] for i in layout.layers(stage)]
-    if layout.recompute == "none":
-        return ends + boundary + sum(block.saved for block in blocks)
-    least = measured.hidden if layout.recompute == "full" else math.inf
-    return ends + boundary + sum(min(block.saved, block.kept, least) for block in blocks)
+    return ends + boundary + sum(_kept_of(measured.blocks[i], layout, hidden=measured.hidden)
+                                 for i in layout.layers(stage))
+
+
+def _kept_of(block: Piece, layout: Layout, *, hidden: int) -> float:
+    return min(block.saved, {"none": math.inf, "selective": block.kept, "full": hidden}[layout.recompute])
 
 
 def _gathered_bytes(pieces: list[tuple[Piece, ...]], layout: Layout, *, whole: int, shard: int, element: int,
@@ -130,6 +135,12 @@ def price(question: OwnQuestion, layout: Layout) -> Priced:
                   transfers=tuple(t for cost in ranks[busiest] for t in cost.transfers))
 
 
+def stage_transfers(question: OwnQuestion, layout: Layout, stage: int) -> tuple[Transfer, ...]:
+    """What one rank of a stage sends in a step."""
+    chip = chip_of(question.cluster, training=question.training, software=OURS)
+    return tuple(_Stage(question, layout, stage, measured=question.measured(layout), chip=chip).transfers)
+
+
 class _Stage:
     """Seconds of one stage for one microbatch, and what it sends."""
 
@@ -151,7 +162,8 @@ class _Stage:
         self.transfers: list[Transfer] = []
         self.exposed_s = {"forward": 0.0, "backward": 0.0, "step": 0.0}  # step: once; the others per microbatch
         self._tensor_parallel(pieces)
-        self._data_parallel(sum(p.params for p in pieces))
+        self._data_parallel()
+        self._once_over_tp(pieces)
         self.send_s = self._sends()
 
     @property
@@ -171,48 +183,83 @@ class _Stage:
                           backward_s=self.backward_s + self.exposed_s["backward"], send_s=self.send_s if sends else 0.0)
 
     def _tensor_parallel(self, pieces: tuple[Piece, ...]) -> None:
-        """Nothing is hidden: the next operation needs the result. See jobs.own.split for what is sent when."""
+        """Nothing is hidden: the next operation needs the result. See jobs.own.split for what is sent when. A block
+        that is recomputed sends again, all but what leaves it last: behind that nothing is kept."""
         m, sp = self.layout.num_microbatches, self.layout.sequence_parallel
-        repeats = 2 if self.layout.recompute == "full" else 1
-        for what, size, count, op in (("entering", sum(p.entered for p in pieces), sum(p.entries for p in pieces),
-                                       "all_gather"),
-                                      ("leaving", sum(p.left for p in pieces), sum(p.exits for p in pieces),
-                                       "reduce_scatter")):
-            if not count:
-                continue
-            passes = {"entering": (0, 1), "leaving": (1, repeats - 1)}[what] if not sp else (1, repeats)
-            payload = self._bytes(size) / count
-            for phase, times in zip(("forward", "backward"), passes):
-                self._add("tp", "all_reduce" if not sp else op, what, payload, times=times * count * m, phase=phase)
+        repeated = self.layout.layers(self.stage) if self.layout.recompute != "none" else ()
+        again = [self.measured.blocks[i] for i in repeated]
+        entered, left = (sum(p.entries for p in pieces), sum(p.entered for p in pieces)), \
+            (sum(p.exits for p in pieces), sum(p.left for p in pieces))
+        re_entered = sum(p.entries for p in again), sum(p.entered for p in again)
+        re_left = sum(p.exits - 1 for p in again if p.exits), \
+            sum(p.left * (p.exits - 1) / p.exits for p in again if p.exits)
+        sent = [("leaving", "all_reduce", "forward", left), ("entering", "all_reduce", "backward", entered),
+                ("leaving", "all_reduce", "backward", re_left)]
+        if sp:
+            sent = [("entering", "all_gather", "forward", entered), ("leaving", "reduce_scatter", "forward", left),
+                    ("leaving", "all_gather", "backward", left), ("entering", "reduce_scatter", "backward", entered),
+                    ("entering", "all_gather", "backward", re_entered),
+                    ("leaving", "reduce_scatter", "backward", re_left)]
+        for what, op, phase, (count, elements) in sent:
+            if count:
+                self._add("tp", op, what, self._bytes(elements) / count, times=count * m, phase=phase)
 
-    def _data_parallel(self, params: int) -> None:
-        """By unit, but priced together: gathers hide behind the compute of their pass, reductions behind the last
-        microbatch's backward; on CPU nothing hides."""
-        layout, dims, training = self.layout, self.layout.dims, self.question.training
+    def _units(self) -> list[tuple[int, int, bool]]:
+        """(parameters, how many like it, stays gathered through forward and backward), as jobs.own cuts them."""
+        layout, measured = self.layout, self.measured
+        blocks = [measured.blocks[i].params for i in layout.layers(self.stage)]
+        groups = [sum(blocks[i:i + layout.layers_per_unit]) for i in range(0, len(blocks), layout.layers_per_unit)]
+        first, last = self.stage == 0, self.stage == layout.num_stages - 1
+        before, root = measured.before.params * first, measured.behind.params * last
+        if self.question.profile.no_pp:
+            before, root = 0, before + root
+        kept = [(groups.pop(), 1, True)] if last and groups else []
+        return [(before, 1, False), *((p, n, False) for p, n in Counter(groups).items()), *kept, (root, 1, True)]
+
+    def _data_parallel(self) -> None:
+        """Gathers hide behind the compute of their pass, reductions behind the last microbatch's backward; on CPU
+        nothing hides. What is sent is planner.sharding's."""
+        layout, training = self.layout, self.question.training
         element, reduced = DTYPE_BYTES[training.param_dtype], DTYPE_BYTES[training.reduce_dtype]
-        units = max(1, math.ceil(layout.layers_per_stage[self.stage] / layout.layers_per_unit))
-        if layout.zero_stage == 1:
-            self._add("dp_shard", "all_gather", "weights", element * params / units, times=units, hidden_s=self.forward_s)
-        else:
-            passes = gather_passes(layout, stage=self.stage)
-            for phase, times, cover in zip(("forward", "backward"), passes, (self.forward_s, self.backward_s)):
-                self._add("dp_shard", "all_gather", "weights", element * params / units, times=units * times, phase=phase,
-                          hidden_s=times * cover)
+        forwards, backwards = gather_passes(layout, stage=self.stage)
         often = layout.num_microbatches if layout.reduce_every_microbatch and layout.zero_stage > 1 else 1
-        phase = "backward" if often > 1 else "step"
-        self._add("dp_shard", "reduce_scatter", "gradients", reduced * params / units, times=units * often, phase=phase,
-                  hidden_s=often * self.backward_s)
-        self._add("dp_replicate", "all_reduce", "gradients", reduced * params / dims.fsdp / units, times=units * often,
-                  phase=phase, hidden_s=often * self.backward_s)
+        reduction = {"phase": "backward" if often > 1 else "step", "hidden_s": often * self.backward_s}
+        units = [unit for unit in self._units() if unit[0]]
+        share = 1 / max(1, sum(n for _, n, _ in units))  # of the compute that one unit may hide behind
+        for params, n, kept in units:
+            there = share * n
+            if layout.zero_stage == 1:
+                self._add("dp_shard", "all_gather", "weights", element * params, times=n,
+                          hidden_s=there * self.forward_s)
+            else:
+                alone = forwards if layout.num_stages == 1 else 1  # forwards in which a kept unit is gathered
+                self._add("dp_shard", "all_gather", "weights", element * params, phase="forward",
+                          times=n * (alone if kept else forwards), hidden_s=there * forwards * self.forward_s)
+                self._add("dp_shard", "all_gather", "weights", element * params, times=0 if kept else n * backwards,
+                          phase="backward", hidden_s=there * backwards * self.backward_s)
+            hides = reduction | {"hidden_s": there * reduction["hidden_s"]}
+            self._add("dp_shard", "reduce_scatter", "gradients", reduced * params, times=n * often, **hides)
+            self._add("dp_replicate", "all_reduce", "gradients", reduced * params / layout.dims.fsdp, times=n * often,
+                      **hides)
+
+    def _once_over_tp(self, pieces: tuple[Piece, ...]) -> None:
+        """The loss of split logits, and the gradients of what every tp rank holds whole."""
+        tokens, m = self.question.training.seq_len * self.layout.microbatch_size, self.layout.num_microbatches
+        if self.question.profile.splits_logits and self.stage == self.layout.num_stages - 1:
+            for size in (4, 8):
+                self._add("tp", "all_reduce", "loss", size * tokens, times=m, phase="forward")
+        summed = 4 * sum(p.summed for p in pieces) / self.layout.dims.fsdp
+        self._add("tp", "all_reduce", "gradients of what is not split", summed, times=int(summed > 0))
 
     def _sends(self) -> float:
-        layout = self.layout
-        if layout.num_stages == 1 or self.stage == layout.num_stages - 1:
-            return 0.0
-        payload = self._bytes(self.measured.hidden)
-        for phase in ("forward", "backward"):
-            self._add("pp", "send_recv", "hidden states", payload, times=layout.num_microbatches, phase=phase)
-        return self.transfers[-1].seconds / layout.num_microbatches
+        """Hidden states onward, their gradients back, where the neighbour is on another rank. Seconds of a message."""
+        layout, last = self.layout, self.layout.num_stages - 1
+        rank_of = {stage: rank for rank in range(layout.dims.pp) for stage in layout.stages(rank)}
+        for phase, other in (("forward", self.stage + 1), ("backward", self.stage - 1)):
+            if 0 <= other <= last and rank_of[other] != rank_of[self.stage]:
+                self._add("pp", "send_recv", "hidden states", self._bytes(self.measured.hidden),
+                          times=layout.num_microbatches, phase=phase)
+        return max((t.seconds / t.times for t in self.transfers if t.axis == "pp"), default=0.0)
 
     def _bytes(self, elements: float) -> float:
         return elements * self.layout.microbatch_size * DTYPE_BYTES[self.question.training.param_dtype]

@@ -72,7 +72,10 @@ def _tp_messages(tp: int, question: Question) -> Iterator[str]:
             yield f"does not divide {name}={size}"
     if vocabulary % tp:
         yield f"does not divide model.vocab_size={vocabulary} (padded, {padded_vocabulary(vocabulary, tp=tp)} would do)"
-    if question.request.options("sequence_parallel") == (True,) and question.training.seq_len % tp:
+    if needs_sequence_parallel(model, tp=tp) and question.request.options("sequence_parallel") == (False,):
+        yield ("needs sequence_parallel=true with a mixture of experts, whose tp ranks each dispatch tokens of their "
+               "own")
+    elif split_by_sequence(question, tp=tp) and question.training.seq_len % tp:
         yield f"does not divide training.seq_len={question.training.seq_len} under sequence parallelism"
     cluster = question.cluster
     domain = cluster.domain_gpus
@@ -85,6 +88,17 @@ def _tp_messages(tp: int, question: Question) -> Iterator[str]:
         else:
             yield (f"crosses nodes of {here}, {cluster.link_gb_s:g} GB/s inside and {cluster.inter_node_gb_s:g} GB/s "
                    f"per GPU between them ({permit})")
+
+
+def needs_sequence_parallel(model: ModelSpec, *, tp: int) -> bool:
+    """Routed experts are not split over tp: its ranks must hold different tokens."""
+    return model.moe is not None and tp > 1
+
+
+def split_by_sequence(question: Question, *, tp: int) -> bool:
+    """Whether tp ranks must each hold a part of the sequence."""
+    return (question.request.options("sequence_parallel") == (True,)
+            or needs_sequence_parallel(question.model, tp=tp))
 
 
 def padded_vocabulary(vocab_size: int, *, tp: int) -> int:
@@ -102,11 +116,10 @@ def cp_problems(cp: int, tp: int, question: Question) -> list[Problem]:
         legal = [d for d in divisors(seq_len // 2) if seq_len % (2 * d) == 0] if seq_len % 2 == 0 else [1]
         found.append(f"needs training.seq_len={seq_len} to be a multiple of 2·cp = {2 * cp}; try {listed(legal)}, or "
                      f"seq_len={-(-seq_len // (2 * cp)) * 2 * cp}")
-    elif (cp > 1 and tp > 1 and question.request.options("sequence_parallel") == (True,)
-          and seq_len % (2 * cp * tp)):
+    elif cp > 1 and tp > 1 and split_by_sequence(question, tp=tp) and seq_len % (2 * cp * tp):
         found.append(f"needs training.seq_len={seq_len} to be a multiple of 2·cp·tp = {2 * cp * tp} under sequence "
                      f"parallelism; try seq_len={-(-seq_len // (2 * cp * tp)) * 2 * cp * tp}, or "
-                     "sequence_parallel=false")
+                     + ("tp=1" if needs_sequence_parallel(question.model, tp=tp) else "sequence_parallel=false"))
     multiple = ROW_MULTIPLE.get(question.training.param_dtype)
     if not found and multiple and seq_len // cp % multiple:
         found.append(f"leaves {seq_len // cp} tokens per rank, which {question.training.param_dtype} needs to be a "

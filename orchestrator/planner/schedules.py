@@ -63,8 +63,7 @@ def _one_forward_one_backward(rank: int, pp: int, chunks: int, m: int, *, split:
     """
     per_round = m // max(1, m // pp)
     total = chunks * m
-    # interleaved 1F1B needs two more forwards per hop from the last rank, the others one
-    warmup = min(total, (chunks - 1) * per_round + (2 if chunks > 1 and not split else 1) * (pp - 1 - rank))
+    warmup = min(total, _warmup(rank, pp, chunks, m, split=split))
 
     def nth(index: int, *, backward: bool) -> tuple[int, int]:
         chunk = index // per_round % chunks
@@ -85,6 +84,13 @@ def _one_forward_one_backward(rank: int, pp: int, chunks: int, m: int, *, split:
     if split:
         actions += [Action("W", *nth(i, backward=True)) for i in range(max(0, total - rank), total)]
     return actions
+
+
+def _warmup(rank: int, pp: int, chunks: int, m: int, *, split: bool) -> int:
+    """Forwards before the first that a backward follows. Interleaved 1F1B needs two more per hop from the last rank, the
+    others one."""
+    per_round = m // max(1, m // pp)
+    return (chunks - 1) * per_round + (2 if chunks > 1 and not split else 1) * (pp - 1 - rank)
 
 
 class _Counter:
@@ -192,17 +198,27 @@ def peak_held(schedule: Schedule, *, rank: int, pp: int, virtual_stages: int,
               num_microbatches: int) -> tuple[int, ...]:
     """Microbatches whose activations a rank holds at its peak, per stage of stages_of. The peak is that of the sum
     over its stages; a backward that is split holds them until its weights are done."""
-    stages = stages_of(schedule, rank=rank, pp=pp, virtual_stages=virtual_stages)
+    m = num_microbatches
     if schedule == "gpipe":
-        return tuple(num_microbatches for _ in stages)
-    if schedule == "1f1b":
-        return (min(num_microbatches, pp - rank),)
-    # more microbatches repeat the steady state: whole rounds of them hold no more
-    few = 4 * pp
-    m = num_microbatches if num_microbatches <= few else few + num_microbatches % pp
+        return (m,) * virtual_stages
+    if schedule in V_SCHEDULES and m >= 2 * pp:
+        return 2 * pp - rank - (schedule == "zbv"), rank + 1
+    if schedule == "zbv":  # too few to fill it
+        return _peak_of(order(schedule, rank=rank, pp=pp, virtual_stages=2, num_microbatches=m),
+                        stages_of(schedule, rank=rank, pp=pp, virtual_stages=2))
+    # all forwards up to the first backward; of a split one up to the first whose weights are done, `rank` later
+    split = schedule == "interleaved_zero_bubble"
+    ahead = min(virtual_stages * m, _warmup(rank, pp, virtual_stages, m, split=split) + 1 + split * rank)
+    per_round = m // max(1, m // pp)
+    rounds, rest = divmod(ahead, per_round * virtual_stages)
+    return tuple(rounds * per_round + min(max(rest - chunk * per_round, 0), per_round)
+                 for chunk in range(virtual_stages))
+
+
+def _peak_of(actions: list[Action], stages: tuple[int, ...]) -> tuple[int, ...]:
     held = dict.fromkeys(stages, 0)
     peak = tuple(held.values())
-    for action in order(schedule, rank=rank, pp=pp, virtual_stages=virtual_stages, num_microbatches=m):
+    for action in actions:
         held[action.stage] += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
         if sum(held.values()) > sum(peak):
             peak = tuple(held.values())

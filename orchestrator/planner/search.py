@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from jobs.spec.model import AttentionConvention
 from jobs.spec.parallel import ZERO_BUBBLE_SCHEDULES, Layout, ParallelDims
@@ -66,6 +66,15 @@ class Timed:
     layout: Layout
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Layouts of which the fastest is asked for."""
+
+    name: str
+    holds: Callable[[Layout], bool]
+    may: Callable[[Shape], bool]  # whether a shape can have any of them
+
+
 class Search:
     """One question, with everything that is computed once and used often."""
 
@@ -82,6 +91,7 @@ class Search:
         self._convention: AttentionConvention = convention
         self._dropped: list[Layout] = []  # too big, most promising first
         self._rests: dict[tuple, float] = {}  # of everything that it depends on
+        self._held: dict[tuple, float] = {}  # likewise
         self._shapes = tuple(self.space.shapes())
         self.effort.shapes = len(self._shapes)
 
@@ -90,9 +100,15 @@ class Search:
                      headroom=self.headroom, convention=self._convention)
 
     def heaviest_bytes(self, layout: Layout) -> float:
-        """Memory of the rank that needs most."""
-        return heaviest(self.question.model, layout, training=self.question.training,
-                        cluster=self.question.cluster).total_bytes
+        """Memory of the rank that needs most. Which links groups cross is nothing to it."""
+        dims = layout.dims
+        key = (dims.dp_replicate, dims.dp_shard, dims.cp, dims.tp, dims.pp, dims.ep, layout.microbatch_size,
+               layout.num_microbatches, layout.layers_per_stage, layout.schedule, layout.recompute, layout.zero_stage,
+               layout.layers_per_unit, layout.sequence_parallel, layout.reduce_every_microbatch, layout.cp_method)
+        if key not in self._held:
+            self._held[key] = heaviest(self.question.model, layout, training=self.question.training,
+                                       cluster=self.question.cluster).total_bytes
+        return self._held[key]
 
     def costs(self, layout: Layout) -> StepCosts:
         return step_costs(self.question.model, layout, training=self.question.training, cluster=self.question.cluster)
@@ -125,6 +141,30 @@ class Search:
                     yield self.price(item.layout)
                 else:
                     self._time(item, bound_s, queue)
+
+    def best(self, count: int, *, key: Callable[[Layout], Any] = lambda layout: layout.dims,
+             groups: Sequence[Group] = ()) -> tuple[list[Priced], dict[str, Priced]]:
+        """The `count` fastest that fit and differ in `key`; and the fastest of each group that has any, by name."""
+        found: list[Priced] = []
+        firsts: dict[str, Priced] = {}
+        seen, open_groups = set(), list(groups)
+
+        def wanted(layout: Layout) -> bool:
+            return ((len(found) < count and key(layout) not in seen)
+                    or any(group.holds(layout) for group in open_groups))
+
+        def possible(shape: Shape) -> bool:
+            return len(found) < count or any(group.may(shape) for group in open_groups)
+
+        for one in self.ranked(wanted=wanted, possible=possible):
+            if len(found) < count and key(one.layout) not in seen:
+                found.append(one)
+                seen.add(key(one.layout))
+            firsts |= {group.name: one for group in open_groups if group.holds(one.layout)}
+            open_groups[:] = [group for group in open_groups if group.name not in firsts]
+            if len(found) == count and not open_groups:
+                break
+        return found, firsts
 
     def _open(self, part: Part, queue: "_Queue") -> None:
         shape, one, variant = part.shape, part.one, part.variant

@@ -5,6 +5,7 @@ jobs.parallel.data and jobs.parallel.buckets.
 """
 import functools
 
+from jobs.spec.model import ModelSpec
 from jobs.spec.parallel import Layout, Schedule
 from orchestrator.planner.book import Book
 from orchestrator.planner.schedules import order
@@ -57,17 +58,19 @@ def data_parallel(book: Book) -> None:
     the gradient (HSDP). Units: layers_per_unit layers, the embedding, norm with output. ZeRO-1 gathers after the
     update instead. Experts are shared by fewer ranks, edp, and have their own."""
     model, dims, layers = book.model, book.dims, book.layers
-    root = ends_params(model, tp=dims.tp, first=False, last=book.last)
-    embedding = ends_params(model, tp=dims.tp, first=book.first, last=book.last) - root
+    ends = ends_params(model, tp=dims.tp, first=book.first, last=book.last)
+    together = book.first and book.last and model.tie_embeddings  # one unit, with which backward begins
+    root = ends if together else ends_params(model, tp=dims.tp, first=False, last=book.last)
+    embedding = ends - root
     per_unit = min(book.layout.layers_per_unit, layers) or 1
     for layer, count in book.kinds:
         units = -(-count // per_unit)
         weights = layer_weights(model, layer, dims=dims)
-        together = dims.ep == dims.tp == 1  # experts are shared by the same ranks as the rest, and go with it
+        with_rest = dims.ep == dims.tp == 1  # experts are shared by the same ranks as the rest, and go with it
         kept = 1 if book.last and layer == book.kinds[-1][0] else 0  # the model's last unit of layers stays gathered
         what = "layers" if len(book.kinds) == 1 else "expert layers" if model.is_moe(layer) else "dense layers"
-        _unit(book, what, (weights.total if together else weights.dense) * count / units, units=units, kept=kept)
-        if not together:
+        _unit(book, what, (weights.total if with_rest else weights.dense) * count / units, units=units, kept=kept)
+        if not with_rest:
             _unit(book, "experts", weights.experts * count / units, units=units, kept=kept, group="edp")
     _unit(book, "embedding", embedding, units=1, kept=0)
     _unit(book, "norm and output", root, units=1, kept=1)
@@ -79,7 +82,8 @@ def _unit(book: Book, what: str, params: float, *, units: int, kept: int, group:
     if params == 0:
         return
     layout, ranks = book.layout, max(1, book.group(group).ranks)
-    gather = {"payload_bytes": book.element * params, "group": group}
+    messages = _tensors(model=book.model) if book.software.collectives_by_tensor else 1
+    gather = {"payload_bytes": book.element * params, "group": group, "messages": messages}
     if layout.zero_stage == 1:
         book.add("dp_shard", "all_gather", f"{what}: weights", times=units, **gather)
     else:
@@ -91,6 +95,11 @@ def _unit(book: Book, what: str, params: float, *, units: int, kept: int, group:
                  **gather)
     often = book.m if layout.reduce_every_microbatch and layout.zero_stage > 1 else 1
     book.add("dp_shard", "reduce_scatter", f"{what}: gradients", payload_bytes=book.reduced * params, group=group,
-             times=units * often, phase="backward" if often > 1 else "step")
+             times=units * often, phase="backward" if often > 1 else "step", messages=messages)
     book.add("dp_replicate", "all_reduce", f"{what}: gradients", payload_bytes=book.reduced * params / ranks,
-             times=units * often)
+             times=units * often, messages=messages)
+
+
+def _tensors(*, model: ModelSpec) -> int:
+    """Parameters of a layer: matrices (queries, keys and values in one, gate and up in one) and norms, with biases."""
+    return 12 if model.bias else 6

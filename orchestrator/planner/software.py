@@ -15,22 +15,31 @@ class Software:
 
     matmul_dtype: MatmulDtype | None = None  # of the layers' linear maps; None: training.param_dtype
     flash_attention: bool = True  # False: the s×s scores go through memory, masked half and all
+    tuned_attention: bool = False  # fused attention written for the chip (cuDNN's); False: FlashAttention-2
     fused_kernels: bool = False  # compiled or hand-fused: norms, rotary, gate and residuals in one pass each
     fused_loss: bool = False  # logits once in 16 bits and once in float32, gradients in place
     dropout: bool = False  # behind attention and feed-forward, with its masks kept
     selective_keeps_matmuls: bool = True  # selective recompute keeps every matmul's output; False: repeats attention
+    selective_share: float = 1.0  # of the matmuls whose outputs it keeps, where it keeps them
     selective_repeats_ffn: bool = False  # and, where it does not keep matmuls, the feed-forward with it
     regathers_inputs: bool = False  # sequence parallelism gathers the projections' inputs again in the backward
+    # pipeline messages: each tp rank sends its part, and the receivers gather the whole (under sequence parallelism
+    # parts are all there is, and nothing is gathered)
+    scatters_messages: bool = False
     frees_outputs: bool = False  # what a pipeline stage has sent on is dropped (its values; the graph stays)
     # 16-bit weights and their gradients are kept whole beside float32 masters (Megatron, ZeRO-1 and 2);
     # False: the float32 masters are the parameters, and 16-bit copies exist while they are gathered (FSDP2)
     keeps_half_weights: bool = False
     gradient_bytes: int = 4  # per parameter, while they accumulate, where keeps_half_weights
-    overlaps_gradients: bool = True  # data-parallel reductions run behind the backward
+    sums_in_matmul: bool = False  # the matmul of a weight's gradient adds to the sum itself (Megatron, since 2022)
+    overlaps_data_parallel: bool = True  # gathers and reductions run behind the compute of other blocks
+    # the gradient of a column-split map's input is reduced behind the gradients of its weights
+    overlaps_input_gradients: bool = True
     overlaps_tensor_parallel: bool = False  # collectives of tp cut up and run behind the matmuls they feed
     overlaps_experts: bool = False  # all-to-all of one microbatch runs behind the compute of another
     # a token goes once to an island (node, NVLink domain) that has several of its experts, and is copied there
     dispatches_once: bool = False
+    collectives_by_tensor: bool = False  # data parallelism sends every parameter by itself, not a block at once
     ports: float | None = None  # network ports of a node that one collective keeps busy at most; None: one per rank
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jobs.spec import support
+from jobs.spec.load import Problem
 from jobs.spec.parallel import MESH_ORDER, VIRTUAL_STAGES, CpMethod, Layout, ParallelDims, Recompute, Schedule
 from orchestrator.config import CHOICES
 from orchestrator.planner import rules
@@ -174,8 +175,14 @@ class Space:
             for zero, unit, each in self.shardings(dims, variant):
                 layout = self.layout(shape, variant, one, dims=dims, zero_stage=zero, layers_per_unit=unit,
                                      reduce_every_microbatch=each)
-                if not (self.question.trainable and self.ledger.refuse("trainer", support.layout_problems(layout))):
+                if not (self.question.trainable and self.ledger.refuse("trainer", self._untrained(layout))):
                     yield layout
+
+    def _untrained(self, layout: Layout) -> list[Problem]:
+        found = support.layout_problems(layout)
+        if self.question.training.compile:
+            found += support.compile_problems(layout, model=self.question.model, documents=False)
+        return found
 
     @staticmethod
     def layout(shape: Shape, variant: Variant, one: Pass, **rest: Any) -> Layout:
@@ -256,6 +263,8 @@ class Space:
     def _sequence_splits_of(self, tp: int, cp: int) -> tuple[bool, ...]:
         """Sequence parallelism saves memory at the same bytes: without a wish, wherever the sequence divides."""
         asked = self.question.request.options("sequence_parallel")
+        if rules.needs_sequence_parallel(self.question.model, tp=tp):
+            asked = (True,)
         divides = self.question.training.seq_len % ((2 * cp if cp > 1 else 1) * tp) == 0
         if tp == 1:
             return (asked or (True,))[:1]

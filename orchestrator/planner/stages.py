@@ -1,7 +1,8 @@
 """What one pipeline stage costs: compute per microbatch, and the communication that compute does not hide.
 
 Called by the cost model for every stage of a layout. Overlap rules, as our trainer behaves; Software changes them:
-- tp: nothing is hidden, the next matmul needs the result.
+- tp: the reduction of an input's gradient hides behind the gradients of the weights that it was multiplied with, unless
+  a zero-bubble schedule puts these off; nothing else does, the next matmul needs the result.
 - cp: a hop of keys and values hides behind the attention of the block before it; an all-gather does not.
 - ep: nothing is hidden, experts wait for their tokens.
 - pp: the timeline says what waits for messages.
@@ -15,7 +16,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from jobs.spec.model import ModelSpec
-from jobs.spec.parallel import Layout
+from jobs.spec.parallel import ZERO_BUBBLE_SCHEDULES, Layout
 from jobs.spec.training import TrainingSpec
 from orchestrator.cluster import ClusterSpec
 from orchestrator.planner import constants
@@ -68,7 +69,8 @@ def compute_times(model: ModelSpec, layout: Layout, *, stage: int, shape: Shape,
                       inputs_s=sum(n * one.inputs_s for n, one in parts),
                       weights_s=sum(n * one.weights_s for n, one in parts),
                       again_s=sum(n * one.again_s for n, one in parts),
-                      attention_s=sum(n * one.attention_s for n, one in parts))
+                      attention_s=sum(n * one.attention_s for n, one in parts),
+                      entries=tuple((n * states, n * covers_s) for n, one in parts for states, covers_s in one.entries))
 
 
 def stage_cost(model: ModelSpec, layout: Layout, *, training: TrainingSpec, cluster: ClusterSpec, stage: int,
@@ -96,37 +98,48 @@ def _hide_all(transfers: list[Transfer], layout: Layout, *, stage: int, compute:
     """Set exposed_s of every transfer. Returns what the hidden part costs: per forward, per backward, per step."""
     m = layout.num_microbatches
     hidden = {"forward": 0.0, "backward": 0.0, "step": 0.0}
+    alike: dict[tuple[str, str, str], list[int]] = {}
+    for i, one in enumerate(transfers):
+        alike.setdefault((one.axis, one.phase, one.op), []).append(i)
 
     def hide(chosen: list[int], *, covered_s: float, edges: int = 0) -> None:
+        if not chosen:
+            return
         total_s = sum(transfers[i].seconds for i in chosen)
-        edge_s = edges * max((transfers[i].seconds / transfers[i].times for i in chosen), default=0.0)
+        edge_s = edges * max(transfers[i].seconds / transfers[i].times for i in chosen)
         exposed_s = min(total_s, max(total_s - covered_s, edge_s))
         for i in chosen:
             share = transfers[i].seconds / total_s if total_s else 0.0
             transfers[i] = dataclasses.replace(transfers[i], exposed_s=share * exposed_s)
             hidden[transfers[i].phase] += transfers[i].seconds - transfers[i].exposed_s
 
-    def of(axis: str, *, phase: str, op: str | None = None) -> list[int]:
-        return [i for i, t in enumerate(transfers)
-                if t.axis.startswith(axis) and t.phase == phase and op in (None, t.op)]
+    def of(*axes: str, phase: str, op: str | None = None) -> list[int]:
+        return [i for (axis, when, how), found in alike.items()
+                if axis in axes and when == phase and op in (None, how) for i in found]
 
     passes = dict(zip(("forward", "backward"), gather_passes(layout, stage=stage)))
     for phase, covers_s in (("forward", compute.forward_s), ("backward", compute.backward_s)):
-        gathers = of("dp_shard", phase=phase, op="all_gather")
-        hide(gathers, covered_s=passes[phase] * covers_s, edges=passes[phase])
-        every = [i for i in of("dp_", phase=phase) if i not in gathers]  # reductions of every microbatch
-        hide(every, covered_s=m * covers_s, edges=m)
+        if software.overlaps_data_parallel:
+            gathers = of("dp_shard", phase=phase, op="all_gather")
+            hide(gathers, covered_s=passes[phase] * covers_s, edges=passes[phase])
+            every = [i for i in of("dp_shard", "dp_replicate", phase=phase) if i not in gathers]  # reductions of every microbatch
+            hide(every, covered_s=m * covers_s, edges=m)
         attention_s = compute.attention_s * (1 if phase == "forward" else 2)
         hide(of("cp", phase=phase, op="send_recv"), covered_s=m * attention_s)
+        if phase == "backward" and software.overlaps_input_gradients and layout.schedule not in ZERO_BUBBLE_SCHEDULES:
+            op = "reduce_scatter" if layout.sequence_parallel else "all_reduce"
+            entering = of("tp", phase=phase, op=op)
+            once_s = max((transfers[i].seconds / transfers[i].times for i in entering), default=0.0)
+            hide(entering, covered_s=m * sum(min(states * once_s, seconds) for states, seconds in compute.entries))
         if software.overlaps_tensor_parallel:
             total_s = sum(transfers[i].seconds for i in of("tp", phase=phase))
             hide(of("tp", phase=phase), covered_s=constants.HIDDEN_TENSOR_PARALLEL * total_s)
         if software.overlaps_experts:
             total_s = sum(transfers[i].seconds for i in of("ep", phase=phase))
             hide(of("ep", phase=phase), covered_s=constants.HIDDEN_EXPERTS * total_s)
-    if software.overlaps_gradients:
+    if software.overlaps_data_parallel:
         gathers = of("dp_shard", phase="step", op="all_gather")
         hide(gathers, covered_s=compute.forward_s, edges=1)
-        hide([i for i in of("dp_", phase="step") if i not in gathers], covered_s=compute.backward_s, edges=1)
+        hide([i for i in of("dp_shard", "dp_replicate", phase="step") if i not in gathers], covered_s=compute.backward_s, edges=1)
     slowdown = constants.OVERLAP_SLOWDOWN - 1
     return [slowdown * hidden["forward"] / m, slowdown * hidden["backward"] / m, slowdown * hidden["step"]]

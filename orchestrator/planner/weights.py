@@ -95,10 +95,20 @@ def _weights_of(model: ModelSpec, start: int, stop: int, *, tp: int, ep: int, fi
     return found
 
 
-@functools.lru_cache(maxsize=4096)  # asked several times for one layout
 def rank_weights(model: ModelSpec, layout: Layout, pp_rank: int) -> Weights:
     """Of all stages of a pipeline rank. A V holds both ends of the model, and with them both copies of a tied table."""
-    return sum((stage_weights(model, layout, stage) for stage in layout.stages(pp_rank)), start=Weights(0))
+    return _of_stages(model, layout.layers_per_stage, layout.stages(pp_rank), tp=layout.dims.tp, ep=layout.dims.ep)
+
+
+@functools.lru_cache(maxsize=16384)  # asked several times for each of many layouts
+def _of_stages(model: ModelSpec, layers_per_stage: tuple[int, ...], stages: tuple[int, ...], *, tp: int,
+               ep: int) -> Weights:
+    found, last = Weights(0), len(layers_per_stage) - 1
+    for stage in stages:
+        start = sum(layers_per_stage[:stage])
+        found += _weights_of(model, start, start + layers_per_stage[stage], tp=tp, ep=ep, first=stage == 0,
+                             last=stage == last)
+    return found
 
 
 @functools.lru_cache(maxsize=16384)

@@ -20,7 +20,7 @@ from jobs.spec.model import ModelSpec
 from jobs.spec.rundir import RunDir
 from jobs.spec.tokens import TokensInfo
 from orchestrator.config import RunConfig, to_yaml
-from orchestrator.datasets import data_problems
+from orchestrator.datasets import data_problems, record_files, refuse_changed_files
 from orchestrator.planner.page import write_page
 from orchestrator.planner.plan import Plan, plan_json
 from orchestrator.submission import Executor
@@ -71,7 +71,10 @@ def exclusive(run_dir: RunDir) -> Iterator[TextIO]:
 
 
 def submit(config: RunConfig, run_dir: RunDir, executor: Executor, submissions: TextIO) -> str:
-    """Hand the run to the executor and record the submission; returns the job id. Raises SubmissionError."""
+    """Hand the run to the executor and record the submission; returns the job id. Raises SubmissionError, and SpecError
+    if the run's data is not what it was."""
+    if config.data is not None:
+        refuse_changed_files(config.data, run_dir.data)
     request = assemble_request(config)
     submitted = time.time()
     job_id = executor.submit(request, run_dir.path)
@@ -114,3 +117,4 @@ def _make_tokens(run_dir: RunDir, config: RunConfig) -> None:
     if problems := data_problems(config.data, vocab_size=config.model and config.model.vocab_size,
                                  training=config.training, made=made):
         raise SpecError(problems)
+    record_files(config.data, run_dir.data)

@@ -99,8 +99,8 @@ class Crew:
         raise TypeError(f"unexpected {kind_of(type(item))} in the channel's inbox")
 
     def silent(self) -> RanksSilent | None:
-        """Whether the attempt's ranks hang: none of them, on any node, has given a sign of life for too long. Each node's
-        clock is compared with itself alone."""
+        """Whether the attempt's ranks hang: none of them, on any node, has given a sign of life for too long. Each
+        node's clock is compared with itself alone."""
         beats = [beat for beat in self.beats.values() if beat.attempt == self.attempt and self.attempt]
         ranks = [(state, beat) for beat in beats for state in beat.ranks]
         reports = any(state.t for state, _ in ranks)

@@ -17,6 +17,9 @@ from orchestrator.validation.table import Row
 
 PRESETS = Path(__file__).parents[2] / "configs" / "models"
 GPT2_VOCABULARY = 51200  # padded to a multiple of 128·8: what a table of GPTs that states none trains
+# Tokens of a sequence in a public model's main pre-training stage: what a row of it that states none trains.
+# Llama 3: arXiv:2407.21783, section 3.4.1.
+PRETRAINED_AT = {"llama3": 8192}
 SIZES = ("layers", "hidden", "heads", "ffn")
 
 
@@ -56,6 +59,12 @@ def gated_tables(rows: tuple[Row, ...]) -> frozenset[str]:
     return frozenset(group for group, members in itertools.groupby(sorted(rows, key=lambda r: r.group),
                                                                    key=lambda r: r.group)
                      if any(r.ffn is not None and r.hidden is not None and r.ffn != 4 * r.hidden for r in members))
+
+
+def usual_seq_len(name: str | None) -> int | None:
+    """None: not a model of which it is known."""
+    plain = _plain(name or "")
+    return next((length for family, length in PRETRAINED_AT.items() if plain.startswith(family)), None)
 
 
 def preset_of(name: str) -> ModelSpec | None:

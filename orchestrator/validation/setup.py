@@ -3,11 +3,12 @@
 Rules read columns that say something about hardware, shapes or software, and nothing else. What a column leaves
 blank follows from the others; each rule says why.
 """
+import re
 from dataclasses import dataclass
 
 from jobs.spec.hardware import GPUS
 from jobs.spec.model import ModelSpec
-from jobs.spec.parallel import Layout, ParallelDims, split_layers
+from jobs.spec.parallel import Layout, ParallelDims, Recompute, split_layers
 from jobs.spec.training import TrainingSpec
 from orchestrator.cluster import ClusterSpec
 from orchestrator.planner import constants
@@ -28,6 +29,8 @@ class Setup:
     cluster: ClusterSpec
     software: Software
     states_recompute: bool  # the row says what it recomputes
+    recomputed_share: float = 1.0  # of the layers, where the layout recomputes in full: as many as memory asks for
+    lighter: Recompute = "none"  # what the other layers do
 
 
 def setup_of(row: Row, *, model: ModelSpec) -> Setup:
@@ -82,7 +85,7 @@ def _training(row: Row) -> TrainingSpec:
     if batch is None:
         raise NotPriced("global batch not stated")
     fsdp, precision = _is_fsdp(row), row.precision or ""
-    low = precision == "fp16" or matmul_dtype(precision) in ("float8", "float4")
+    low = matmul_dtype(precision or "fp16") == "float16" or matmul_dtype(precision) in ("float8", "float4")
     return TrainingSpec(steps=1, seq_len=row.seq_len, global_batch_size=batch, param_dtype="bfloat16",
                         # published FSDP reduces in 16 bits, as do fp16 trainers and fp8 recipes; others in float32
                         reduce_dtype="bfloat16" if fsdp or low else "float32")
@@ -163,22 +166,28 @@ def _software(row: Row, *, old: bool) -> Software:
     fsdp, low = _is_fsdp(row), dtype in ("float8", "float4")
     eager = not fsdp and not old and row.zero_stage is not None
     megatron = not fsdp and not eager
-    ports = (constants.PORTS_BY_PARAMETER if fsdp else constants.PORTS_OF_2021) if old else None
+    ports = constants.PORTS_OF_2021 if old else None
     return Software(
         matmul_dtype=dtype,
         flash_attention=not old,
+        tuned_attention=megatron,
         fused_kernels="compile" in precision or not fsdp,
         fused_loss="compile" not in precision and not eager,  # PyTorch's own loss keeps float32 gradients beside
         dropout=old,
         selective_keeps_matmuls=fsdp,
-        selective_repeats_ffn=megatron and "mlp" in (row.recompute or ""),
+        selective_share=0.5 if row.recompute == "selective(op)" else 1.0,  # torchtitan keeps every second matmul's
+        selective_repeats_ffn=megatron and bool({"mlp", "moe"} & set(re.findall(r"\w+", row.recompute or ""))),
         regathers_inputs=megatron,
+        scatters_messages=old and not fsdp,
         frees_outputs=megatron,
         keeps_half_weights=not fsdp or old,
+        sums_in_matmul=megatron and not old,
         gradient_bytes=2 if low or dtype == "float16" else 4,
-        overlaps_gradients=fsdp or (megatron and not old),
+        overlaps_data_parallel=not old and not eager,
+        overlaps_input_gradients=False,  # where the trainer does, it is part of the next
         overlaps_tensor_parallel="asynctp" in precision or (megatron and not old),
         dispatches_once=megatron,
+        collectives_by_tensor=eager or (old and fsdp),
         ports=ports,
     )
 

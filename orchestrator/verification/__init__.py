@@ -151,8 +151,8 @@ def _memory(report: RankReport, planned: StageMemory) -> tuple[Compared, ...]:
 
 
 def _axes(report: RankReport, transfers: list[Transfer], *, layout: Layout) -> tuple[Compared, ...]:
-    # where dp_shard is 1, weights are sharded over cp's own group: nothing tells its two uses apart
-    folded = {"dp_shard": "cp"} if layout.dims.dp_shard == 1 and layout.dims.cp > 1 else {}
+    # where dp_shard is 1, weights are sharded over cp's own group, and experts over tp's: nothing tells two uses apart
+    folded = {"dp_shard": "cp" if layout.dims.cp > 1 else "tp"} if layout.dims.dp_shard == 1 else {}
     planned: dict[str, int] = {}
     measured: dict[str, int] = {}
     for one in transfers:

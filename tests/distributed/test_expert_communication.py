@@ -5,16 +5,14 @@ import dataclasses
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers.communication import CommunicationLog
 from tests.helpers.models import DEEPSEEK3, MIXTURE
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TRAINING, build_model, job, layout
 
 pytestmark = pytest.mark.distributed
 
-OPS = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "allreduce_": "all_reduce",
-       "alltoall_base_": "all_to_all"}
 F32, I64 = 4, 8
 BATCH, SEQ, DIM = 2, TRAINING.seq_len, DEEPSEEK3.dim
 A = BATCH * SEQ * DIM * F32
@@ -23,30 +21,13 @@ UNCOMPRESSED = dataclasses.replace(LATENT, mla=dataclasses.replace(LATENT.mla, q
 BIASED, LOSS = dataclasses.replace(DEEPSEEK3, num_layers=2), dataclasses.replace(MIXTURE, num_layers=2)
 
 
-class Log(TorchDispatchMode):
-    """Bytes of the larger side of each collective; of an all_to_all, those that are sent."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: collections.Counter[tuple[str, int]] = collections.Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        if func.namespace == "c10d" and name in OPS:
-            tensors = [t for arg in args for t in (arg if isinstance(arg, list | tuple) else [arg])
-                       if isinstance(t, torch.Tensor)]
-            sizes = [t.numel() * t.element_size() for t in tensors]
-            self.seen[OPS[name], sizes[1] if name == "alltoall_base_" else max(sizes)] += 1
-        return func(*args, **kwargs or {})
-
-
 def communicate(spec) -> dict[tuple[str, int], int]:
     parallel = build_model(spec)
     where = spec.layout
     rows = where.microbatch_size * where.num_microbatches
     tokens = (torch.arange(rows * SEQ) * 7 % 256).view(rows, SEQ)
     parallel.forward_backward(tokens, tokens)
-    with Log() as log:
+    with CommunicationLog() as log:
         parallel.forward_backward(tokens, tokens)
     return dict(log.seen)
 

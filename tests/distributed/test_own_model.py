@@ -42,7 +42,7 @@ SLOW = {
     "pp2: interleaved": (dict(pp=2, schedule="interleaved_1f1b", virtual_stages=2), {}),
     "pp2: zbv": (dict(pp=2, schedule="zbv", virtual_stages=2, zero_stage=1), {}),
     "pp4: a block to a stage": (dict(pp=4), {}),
-    "pp2 × dp_shard2: gradients reduced with every microbatch": (dict(pp=2, dp_shard=2, reduce_every_microbatch=True), {}),
+    "pp2 × dp_shard2: reduced with every microbatch": (dict(pp=2, dp_shard=2, reduce_every_microbatch=True), {}),
     "tp2: z-loss": (dict(tp=2), dict(z_loss=0.1)),
 }
 

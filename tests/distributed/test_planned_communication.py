@@ -4,19 +4,16 @@ import dataclasses
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from jobs.mesh import build_mesh
 from jobs.parallel import parallelize
 from orchestrator.planner.communication import stage_transfers
+from tests.helpers.communication import CommunicationLog
 from tests.helpers.planning import cpu
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, TRAINING, layout
 
 pytestmark = pytest.mark.distributed
-
-OPS = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "allreduce_": "all_reduce",
-       "send": "send_recv"}
 
 # degrees and the rest of the layout, and whether the embedding is tied
 CASES = {
@@ -63,23 +60,6 @@ SLOW = {
     "dualpipev × ZeRO-2": (dict(pp=2, dp_shard=2, zero_stage=2, microbatch_size=1, schedule="dualpipev",
                                 virtual_stages=2), False),
 }
-
-
-class CommunicationLog(TorchDispatchMode):
-    """Counts collectives and the bytes of the full tensors they move."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: collections.Counter[tuple[str, int]] = collections.Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        if func.namespace == "c10d" and name in OPS:
-            tensors = [t for arg in args for t in (arg if isinstance(arg, list | tuple) else [arg])
-                       if isinstance(t, torch.Tensor)]
-            whole = max(t.numel() * t.element_size() for t in tensors)
-            self.seen[OPS[name], whole] += 1
-        return func(*args, **kwargs or {})
 
 
 def communicate(where, model) -> dict[tuple[str, int], int]:

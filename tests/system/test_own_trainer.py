@@ -58,7 +58,8 @@ ENDS = {
     "a signal": ("os.kill(os.getpid(), signal.SIGSEGV)", "crash", "was killed by SIGSEGV"),
 }
 SCRIPT = ("import os, signal, sys, time\nattempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n\n"
-          "def main():\n    if attempt == 0 and os.environ['RANK'] == '1':\n        {act}\n    time.sleep(30 * (1 - attempt))\n")
+          "def main():\n    if attempt == 0 and os.environ['RANK'] == '1':\n        {act}\n"
+          "    time.sleep(30 * (1 - attempt))\n")
 
 
 @pytest.mark.parametrize("act, kind, summary", ENDS.values(), ids=ENDS)
@@ -106,8 +107,8 @@ def test_a_trainer_that_reports_and_stops_reporting_hangs(tmp_path: Path) -> Non
 SILENT = {
     "unknown is not failed": ("", None, False),
     "told to judge by output": ("print('started', flush=True); ", 2.0, True),
-    "output is a sign of life": ("print('started', flush=True); [(time.sleep(0.5), print('.', flush=True)) for _ in range(9)]; "
-                                 "first = False; ", 2.0, False),
+    "output is a sign of life": ("[(print('.', flush=True), time.sleep(0.5)) for _ in range(9)]; first = False; ", 2.0,
+                                 False),
 }
 
 
@@ -123,7 +124,8 @@ def test_silence_is_judged_only_where_it_means_something(tmp_path: Path, says: s
 
 def test_an_own_trainer_is_stopped_and_resumed_like_any_other(tmp_path: Path) -> None:
     program = ("import os, time\nfrom jobs import report\nfrom pathlib import Path\n"
-               "mark = Path(os.environ['ORC_RUN_DIR']) / 'mark'\nstart = int(mark.read_text()) if mark.exists() else 0\n"
+               "mark = Path(os.environ['ORC_RUN_DIR']) / 'mark'\n"
+               "start = int(mark.read_text()) if mark.exists() else 0\n"
                "for step in range(start + 1, 100 if start == 0 else 6):\n"
                "    report.step(step, loss=1 / step)\n    mark.write_text(str(step)); report.checkpoint(step)\n"
                "    if step == 3 and start == 0: time.sleep(300)\n")
@@ -141,7 +143,8 @@ def test_an_own_trainer_is_stopped_and_resumed_like_any_other(tmp_path: Path) ->
 
 
 def test_a_script_without_orc_reports_to_nobody() -> None:
-    program = "from jobs import report; report.step(1, loss=0.5); report.checkpoint(1); import sys; print('torch' in sys.modules)"
+    program = ("import sys; from jobs import report; report.step(1, loss=0.5); report.checkpoint(1); "
+               "print('torch' in sys.modules)")
     env = {name: value for name, value in os.environ.items() if not name.startswith("ORC_")}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, env=env)
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Lowest first; a module may import its own layer and those below. Names are prefixes of module names.
 JOBS = [
     ("jobs.spec",),
-    ("jobs.mesh", "jobs.runtime", "jobs.model", "jobs.tokens", "jobs.data", "jobs.loader", "jobs.loss", "jobs.recorder",
+    ("jobs.mesh", "jobs.runtime", "jobs.model", "jobs.tokens", "jobs.data", "jobs.loader", "jobs.loss", "jobs.recorder", "jobs.report",
      "jobs.process", "jobs.node", "jobs.faults", "jobs.safetensors", "jobs.weights",
      "jobs.hub_config"),
     ("jobs.parallel", "jobs.optim", "jobs.checkpoint", "jobs.metrics", "jobs.export"),
@@ -32,7 +32,7 @@ ORCHESTRATOR = [
     ("orchestrator.load",),
     ("orchestrator.planner",),
     ("orchestrator.validation",),
-    ("orchestrator.placement", "orchestrator.export", "orchestrator.foreign",
+    ("orchestrator.placement", "orchestrator.dialects", "orchestrator.export", "orchestrator.foreign",
      "orchestrator.planning_own", "orchestrator.planning"),
     ("orchestrator.submission",),
     ("orchestrator.verification",),

@@ -10,8 +10,9 @@ from jobs.spec.parallel import MESH_ORDER, ParallelDims
 from jobs.spec.model import MoeSpec
 from orchestrator.cluster import SwitchSpec
 from orchestrator.planner.communication import gather_passes, moved_bytes, stage_transfers
-from orchestrator.planner.constants import INTER_NODE_EFFICIENCY, INTRA_NODE_EFFICIENCY
+from orchestrator.planner.constants import INTER_NODE_EFFICIENCY, INTRA_NODE_EFFICIENCY, RING_STEP
 from orchestrator.planner.links import Group, axis_group, collective_s, placed_group
+from orchestrator.planner.software import OURS
 from tests.helpers.planning import LLAMA3_8B, SMALL, h100, layout_of, training
 
 SEVEN_B = ModelSpec(name="7b", vocab_size=32000, dim=4096, num_layers=32, num_heads=32, num_kv_heads=32, ffn_dim=11008)
@@ -34,9 +35,10 @@ GATHERS = [
 ]
 
 
-def transfers(model, *, seq_len=2048, stage=0, cluster=None, **layout):
+def transfers(model, *, seq_len=2048, stage=0, cluster=None, software=OURS, **layout):
     spec = training(global_batch_size=64, seq_len=seq_len, param_dtype="bfloat16")
-    return stage_transfers(model, layout_of(model, **layout), training=spec, cluster=cluster or h100(4), stage=stage)
+    return stage_transfers(model, layout_of(model, **layout), training=spec, cluster=cluster or h100(4), stage=stage,
+                           software=software)
 
 
 @pytest.mark.parametrize("recompute,sequence_parallel,units", TP_WIRE)
@@ -137,6 +139,43 @@ def test_groups_share_all_network_ports_of_their_nodes():
     eight = collective_s("all_gather", payload, Group(ranks=16, nodes=2, per_node=8), cluster=cluster)
     inside = 15 / 16 * payload / (450e9 * INTRA_NODE_EFFICIENCY)
     assert eight == pytest.approx(max(one / 8, inside))
+
+
+# op, ranks on each of 8 nodes → steps of a ring over all ranks, or hops of a tree over the nodes
+STEPS = [("all_gather", 8, 63, 0), ("reduce_scatter", 2, 15, 0), ("all_gather", 1, 0, 6), ("reduce_scatter", 1, 0, 6),
+         ("all_reduce", 1, 0, 12)]
+
+
+@pytest.mark.parametrize("op,per_node,steps,hops", STEPS)
+def test_a_ring_over_nodes_takes_a_step_per_rank_where_nccl_has_no_tree(op, per_node, steps, hops):
+    cluster = h100(8)
+    group = Group(ranks=8 * per_node, nodes=8, per_node=per_node)
+    expected = steps * RING_STEP * cluster.inter_node_latency_us + hops * cluster.inter_node_latency_us
+    assert collective_s(op, 0.0, group, cluster=cluster) == pytest.approx(expected * 1e-6)
+    twice = collective_s(op, 0.0, group, cluster=cluster, messages=2)
+    assert twice == pytest.approx(2 * expected * 1e-6)  # one after another
+
+
+def test_parameters_sent_one_by_one_move_the_same_bytes_and_wait_longer():
+    found = {}
+    for by_tensor in (False, True):
+        software = dataclasses.replace(OURS, collectives_by_tensor=by_tensor)
+        found[by_tensor] = [t for t in transfers(LLAMA3_8B, seq_len=2048, dims={"dp_shard": 64}, cluster=h100(8),
+                                                 software=software) if t.axis == "dp_shard"]
+    assert sum(t.payload_bytes * t.times for t in found[False]) == sum(t.payload_bytes * t.times for t in found[True])
+    assert sum(t.seconds for t in found[False]) < sum(t.seconds for t in found[True])
+
+
+def test_scattered_messages_send_a_part_each_and_gather_the_whole():
+    """Megatron-LM 2021, section 4.1: without sequence parallelism every tp rank has the whole hidden state."""
+    whole, parts = ([t for t in transfers(SEVEN_B, seq_len=2048, dims={"tp": 4, "pp": 2}, stage=1, num_microbatches=3,
+                                          sequence_parallel=False, software=software)
+                     if t.axis == "pp" or t.what == "messages"]
+                    for software in (OURS, dataclasses.replace(OURS, scatters_messages=True)))
+    assert [t.op for t in whole] == ["send_recv"]
+    sent, gathered = parts
+    assert 4 * sent.payload_bytes == whole[0].payload_bytes == gathered.payload_bytes
+    assert (gathered.axis, gathered.op, gathered.times) == ("tp", "all_gather", 3)
 
 
 # cp_method → of one layer and microbatch: (op, phase, payload in 16-bit blocks of one rank's keys and values, times).

@@ -9,10 +9,10 @@ from jobs.data.writer import TokenWriter
 from jobs.spec.load import SpecError
 from jobs.spec.rundir import RunDir
 from jobs.spec.training import DataSpec, SourceSpec, TrainingSpec
-from orchestrator.datasets import absolute_data, data_problems
+from orchestrator.datasets import absolute_data, data_problems, refuse_changed_files
 from orchestrator.load import load
 from orchestrator.submission.assemble import assemble_job
-from orchestrator.submission.prepare import prepare
+from orchestrator.submission.prepare import prepare, submit
 from tests.helpers.orc import training_run
 
 TRAINING = TrainingSpec(steps=10, seq_len=16, global_batch_size=4)
@@ -95,6 +95,18 @@ def test_a_mixture_is_prepared_and_handed_to_the_ranks(folder):
         (str(folder / "good.bin"), 0.25), (str(run_dir.path / "data" / "tokens-1.bin"), 0.75)]
     assert job.data.document_mask
     assert Path(job.data.all_sources[1].path).read_bytes() == Path("some.txt").read_bytes() + b"\0"
+
+
+def test_a_run_does_not_go_on_with_other_data(folder):
+    run_file = training_run(folder, nodes=1, ranks=1, data={"path": str(folder / "good")})
+    config = load(run_file, ["model.vocab_size=300"])
+    run_dir = prepare(config, None)
+    refuse_changed_files(config.data, run_dir.data)
+    with TokenWriter(folder / "good.bin", dtype="uint16") as writer:  # as many tokens in as many documents
+        writer.write(np.arange(1000) % 255, lengths=np.array([1000]), opens=np.array([True]))
+        writer.commit(vocab_size=300, tokenizer="t", eod=None, inputs_sha256="")
+    with pytest.raises(SpecError, match="data.path: .*good.bin' is not the file that the run began with"):
+        submit(config, run_dir, executor=None, submissions=None)
 
 
 def test_text_that_does_not_fit_is_refused_once_it_is_read(folder):

@@ -13,7 +13,7 @@ from rich.console import Console
 from jobs.spec.load import SpecError
 from orchestrator.config import ParallelRequest
 from orchestrator.planner import plan_from_dict, plan_json, plan_question
-from orchestrator.planner.explain import axis_effects, diff, explain, parse_wishes
+from orchestrator.planner.explain import diff, explain, parse_wishes
 from orchestrator.planner.question import Question
 from orchestrator.planner.search import Search
 from orchestrator.planner.show_explain import axes_table, diff_table, show_explained
@@ -34,6 +34,10 @@ def best_of(question, **wishes):
     return next(Search(dataclasses.replace(question, request=request), headroom=0.1, convention="causal").ranked())
 
 
+def axes_of(question):
+    return plan_question(question, headroom=0.1, axes=True).axes
+
+
 @pytest.fixture(scope="module")
 def small():
     question = question_of(SMALL, cpu(2), global_batch_size=16)
@@ -42,7 +46,7 @@ def small():
 
 def test_every_axis_is_shown_without_or_with_it(small):
     question, winner = small
-    effects = axis_effects(question, winner, headroom=0.1)
+    effects = axes_of(question)
     assert [effect.axis for effect in effects[:5]] == ["tp", "pp", "cp", "dp_shard", "dp_replicate"]
     for effect in effects[:5]:
         has = getattr(winner.layout.dims, effect.axis)
@@ -54,19 +58,17 @@ def test_every_axis_is_shown_without_or_with_it(small):
 
 def test_tp_over_the_edge_of_a_node_says_what_it_costs():
     question = question_of(WIDE, h100(4), global_batch_size=64, **GPUS)
-    winner = best_of(question)
-    effects = axis_effects(question, winner, headroom=0.1)
-    crossing = effects[-1]
+    crossing = axes_of(question)[-1]
     assert crossing.what == "tp=16 crosses nodes" and crossing.change > 0.2
 
 
 def test_an_axis_that_cannot_be_left_out_says_why():
-    """70 billion parameters on one node do not fit without sharding."""
-    question = question_of(LLAMA3_70B, h100(4), global_batch_size=32, **GPUS)
-    winner = best_of(question, recompute="full", layers_per_unit=1)
-    effects = {effect.what: effect for effect in axis_effects(question, winner, headroom=0.1)}
-    nothing = [effect for effect in effects.values() if effect.other is None]
-    assert nothing and all("nothing fits" in effect.note and "too big by" in effect.note for effect in nothing)
+    """One key-value head and one layer leave nothing to split but the states, and those do not fit one GPU."""
+    whole = dataclasses.replace(LLAMA3_8B, num_layers=1, num_kv_heads=1)
+    question = question_of(whole, h100(1, memory_gib=16.0), global_batch_size=16, seq_len=128, param_dtype="bfloat16")
+    notes = {effect.what: effect.note for effect in axes_of(question) if effect.other is None}
+    assert "nothing fits" in notes["without dp_shard"] and "too big by" in notes["without dp_shard"]
+    assert "model.num_kv_heads=1" in notes["with tp"] and "model.num_layers=1" in notes["with pp"]
 
 
 # wishes → what one of the reasons must say
@@ -119,7 +121,8 @@ def test_a_diff_names_what_differs_and_nothing_else():
 
 def test_a_plan_with_its_axes_reads_back(small):
     question, winner = small
-    made = dataclasses.replace(plan_question(question, headroom=0.1), axes=axis_effects(question, winner, headroom=0.1))
+    made = plan_question(question, headroom=0.1, axes=True)
+    assert made.axes and made.layout == winner.layout
     assert plan_from_dict(json.loads(json.dumps(plan_json(made)))) == made
 
 
@@ -127,7 +130,7 @@ def test_explanations_fit_a_terminal_of_100_columns(small):
     question, winner = small
     screen = io.StringIO()
     console = Console(file=screen, width=100)
-    console.print(axes_table(axis_effects(question, winner, headroom=0.1)))
+    console.print(axes_table(axes_of(question)))
     show_explained(explain(question, {"tp": 4}, asked="tp=4", winner=winner, headroom=0.1), winner, console)
     console.print(diff_table([("layout.tp", 1, 4), ("predicted.step_time_s", 1.0, 2.0)], names=("a.json", "b.json")))
     shown = screen.getvalue()

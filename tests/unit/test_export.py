@@ -1,12 +1,6 @@
-"""A plan in other trainers' terms, and theirs in ours: round trips, refusals, and the real Accelerate package."""
+"""A plan in other trainers' terms, and theirs in ours: round trips, what is lost, refusals. The tools themselves read
+the files in tests/system/test_export_real.py."""
 import dataclasses
-import json
-import os
-import subprocess
-import sysconfig
-import tomllib
-import venv
-from pathlib import Path
 
 import pytest
 import yaml
@@ -14,7 +8,8 @@ import yaml
 from jobs.spec.load import SpecError
 from jobs.spec.parallel import Layout, ParallelDims
 from orchestrator.config import ParallelRequest
-from orchestrator.export import export, stage_layout
+from orchestrator.dialects import DIALECTS, losses, nearest, wishes_for
+from orchestrator.export import export, notes, stage_layout
 from orchestrator.foreign import read_request
 from orchestrator.planner.plan import Plan
 from tests.helpers.planning import SMALL, cpu, layout_of, plan_for, training
@@ -44,10 +39,11 @@ def test_what_is_written_reads_back_as_the_same_degrees(tool, layout, tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(export(plan, to=tool))
     fixed = read_request(file, request=ParallelRequest()).fixed()
-    flat = plan.layout.flat()
+    flat = nearest(plan.layout, to=tool).flat()
     assert {axis: fixed[axis] for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")} == {
         axis: flat[axis] for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")}
-    for name in ("num_microbatches", "zero_stage", "cp_method", "microbatch_size", "recompute"):
+    for name in ("num_microbatches", "zero_stage", "cp_method", "microbatch_size", "recompute",
+                 "reduce_every_microbatch"):
         assert fixed.get(name, flat[name]) == flat[name]
 
 
@@ -58,15 +54,21 @@ def test_axolotl_gets_its_own_fields():
     assert data["fsdp_version"] == 2 and data["fsdp_config"]["reshard_after_forward"] is True
 
 
-def test_torchtitan_gets_a_toml_with_every_layer_in_one_stage():
+def arguments(text: str) -> list[str]:
+    return [line for line in text.splitlines() if not line.startswith("#")]
+
+
+def test_torchtitan_gets_arguments_with_every_layer_in_one_stage():
     layout = {"dims": {"pp": 2, "dp_shard": 2, "tp": 2}, "num_microbatches": 8, "schedule": "1f1b"}
-    data = tomllib.loads(export(planned(**layout), to="torchtitan"))
-    parts = data["parallelism"]["module_fqns_per_model_part"]
-    assert [name for part in parts for name in part] == [
-        "tok_embeddings", *(f"layers.{i}" for i in range(SMALL.num_layers)), "norm", "output"]
-    assert data["parallelism"]["pipeline_parallel_schedule"] == "1F1B" and len(parts) == 2
-    assert data["parallelism"]["data_parallel_shard_degree"] == 2
-    assert data["training"]["local_batch_size"] * 2 == data["training"]["global_batch_size"] == 16
+    lines = arguments(export(planned(**layout), to="torchtitan"))
+    given = dict(line.removeprefix("--").partition(" ")[::2] for line in lines)
+    stages = given["parallelism.module_fqns_per_model_part"].split(" ")
+    assert [name for stage in stages for name in stage.split(",")] == [
+        "tok_embeddings", *(f"layers.{i}" for i in range(SMALL.num_layers)), "norm", "lm_head"]
+    assert given["parallelism.pipeline_parallel_schedule"] == "1F1B" and len(stages) == 2
+    assert given["parallelism.data_parallel_shard_degree"] == "2" and "training.disable-cuda-graphs" in given
+    assert int(given["training.local_batch_size"]) * 2 == int(given["training.global_batch_size"]) == 16
+    assert lines[-1] == "activation-checkpoint:none"  # a subcommand: nothing may follow it
 
 
 def test_megatron_gets_arguments_with_the_stages_written_out():
@@ -76,7 +78,8 @@ def test_megatron_gets_arguments_with_the_stages_written_out():
     text = export(dataclasses.replace(BASE, layout=layout), to="megatron")
     for argument in ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-layout Et|t|t|tL",
                      "--data-parallel-sharding-strategy optim_grads_params", "--num-distributed-optimizer-instances 2",
-                     "--recompute-granularity full", "--micro-batch-size 1", "--global-batch-size 16"):
+                     "--recompute-granularity full", "--micro-batch-size 1", "--global-batch-size 16",
+                     "--overlap-grad-reduce", "--ckpt-format fsdp_dtensor"):
         assert argument in text
 
 
@@ -89,34 +92,112 @@ def test_the_stage_string_holds_every_layer_once():
 # tool, layout, what the refusal must name
 UNSAYABLE = [
     ("accelerate", {"dims": {"pp": 2, "dp_shard": 4}, "num_microbatches": 4},
-     "layout.pp: 2 has no field in accelerate"),
-    ("axolotl", {"dims": {"dp_shard": 8}, "num_microbatches": 2, "zero_stage": 1}, "layout.zero_stage: 1"),
-    ("accelerate", {"dims": {"dp_shard": 8}, "num_microbatches": 2, "recompute": "selective"}, "layout.recompute"),
+     "layout.pp: 2 has no words in accelerate, which knows 1; `orc plan RUN.yaml --for accelerate`"),
     ("accelerate", {"dims": {"dp_replicate": 4, "tp": 2}, "num_microbatches": 4}, "layout.dp_shard"),
+    ("accelerate", {"dims": {"dp_replicate": 4, "cp": 2}, "num_microbatches": 4}, "layout.dp_shard"),
+    ("axolotl", {"dims": {"tp": 8}, "num_microbatches": 16}, "nothing to shard over"),
     ("axolotl", {"dims": {"dp_shard": 8}, "num_microbatches": 3}, "has no weightless ones"),
     ("megatron", {"dims": {"pp": 2, "dp_shard": 4}, "num_microbatches": 4, "schedule": "zbv", "virtual_stages": 2},
-     "layout.schedule: 'zbv' has no field in megatron; plan again with parallel.schedule=interleaved_1f1b"),
-    ("torchtitan", {"dims": {"dp_shard": 8}, "num_microbatches": 2, "layers_per_unit": 2}, "layout.layers_per_unit"),
-    ("lightning", {"dims": {"dp_shard": 8}, "num_microbatches": 2}, "is no tool; valid: accelerate"),
+     "layout.schedule: 'zbv' has no words in megatron, which knows 1f1b, interleaved_1f1b"),
+    ("lightning", {"dims": {"dp_shard": 8}, "num_microbatches": 2}, "is not known; valid: accelerate"),
 ]
 
 
 @pytest.mark.parametrize("tool,layout,message", UNSAYABLE)
-def test_what_a_tool_cannot_say_is_refused_not_left_out(tool, layout, message):
+def test_what_would_be_another_plan_is_refused(tool, layout, message):
     with pytest.raises(SpecError) as refused:
         export(planned(**layout), to=tool)
     assert message in str(refused.value)
 
 
+def test_megatrons_interleaved_schedule_asks_for_whole_rounds():
+    layout = Layout(dims=ParallelDims(pp=2), microbatch_size=1, num_microbatches=3, layers_per_stage=(1, 1, 1, 1),
+                    schedule="interleaved_1f1b", virtual_stages=2)
+    job = dataclasses.replace(BASE.job, global_batch_size=3)
+    with pytest.raises(SpecError, match="no multiple of pp=2.*try 4"):
+        export(dataclasses.replace(BASE, job=job, layout=layout), to="megatron")
+
+
+SHARDED = {"dims": {"dp_shard": 8}, "num_microbatches": 2, "reduce_every_microbatch": True}
+# tool, layout, what is lost (the field, and what is done instead); an empty list: nothing
+LOST = [
+    ("accelerate", SHARDED, []),
+    ("accelerate", SHARDED | {"recompute": "selective"}, ["recompute: selective has no words in accelerate, which does full"]),
+    ("axolotl", SHARDED | {"zero_stage": 1, "reduce_every_microbatch": False}, ["zero_stage: 1", "which does 2"]),
+    ("axolotl", SHARDED | {"layers_per_unit": 2}, ["layers_per_unit: 2", "which does 1"]),
+    ("axolotl", {"dims": {"dp_shard": 4, "tp": 2}, "num_microbatches": 4}, ["sequence_parallel", "more memory"]),
+    ("axolotl", {"dims": {"dp_shard": 4, "cp": 2}, "num_microbatches": 4, "cp_method": "allgather"}, ["cp_method"]),
+    ("torchtitan", SHARDED, []),
+    ("torchtitan", SHARDED | {"reduce_every_microbatch": False}, ["reduce_every_microbatch: False", "less memory"]),
+    ("torchtitan", {"dims": {"dp_shard": 4, "cp": 2}, "num_microbatches": 4, "reduce_every_microbatch": True},
+     ["cp_method: ring", "which does allgather"]),
+    ("torchtitan", SHARDED | {"recompute": "selective"}, ["every second matmul"]),
+    ("torchtitan", {"dims": {"dp_replicate": 2, "pp": 2, "dp_shard": 2}, "num_microbatches": 4},
+     ["mesh_order", "cross the slow links"]),
+    ("torchtitan", {"dims": {"dp_shard": 4, "pp": 2}, "num_microbatches": 4, "zero_stage": 2,
+                    "reduce_every_microbatch": True}, ["reduce_every_microbatch: True", "more memory"]),
+    ("megatron", {"dims": {"pp": 2, "dp_shard": 4}, "num_microbatches": 4, "zero_stage": 1}, []),
+    ("megatron", {"dims": {"dp_shard": 4}, "num_microbatches": 4, "zero_stage": 1, "recompute": "selective"},
+     ["recompute: selective"]),
+]
+
+
+@pytest.mark.parametrize("tool,layout,said", LOST)
+def test_what_a_tool_does_otherwise_is_said_in_the_file_and_beside_it(tool, layout, said):
+    plan = planned(**layout)
+    lines = losses(plan.layout, to=tool)
+    assert bool(lines) == bool(said) and all(part in " ".join(lines) for part in said)
+    comments = " ".join(line.removeprefix("# ") for line in export(plan, to=tool).splitlines() if line[:1] == "#")
+    assert all(line in comments for line in notes(plan, to=tool))
+    assert notes(plan, to=tool)[-1].startswith(f"{tool} lacks: ")
+
+
+@pytest.mark.parametrize("tool", DIALECTS)
+def test_what_is_planned_for_a_tool_can_be_said_in_it(tool):
+    request = wishes_for(ParallelRequest(), tool=tool)
+    fixed = {name: value for name, value in request.fixed().items()} | {"uneven_batch": False}
+    plan = plan_for(SMALL, cpu(2), training(global_batch_size=16), **fixed)
+    export(plan, to=tool)
+    lost = losses(plan.layout, to=tool)
+    assert all(line.startswith(("reduce_every_microbatch", "mesh_order")) for line in lost), lost  # no list says when
+    assert losses(nearest(plan.layout, to=tool), to=tool) == []
+
+
+def test_a_wish_that_a_tool_has_no_words_for_is_refused_before_the_search():
+    with pytest.raises(SpecError, match="parallel.pp: 2 has no words in accelerate.*leave it auto"):
+        wishes_for(ParallelRequest(pp=2), tool="accelerate")
+    assert wishes_for(ParallelRequest(schedule=["zbv", "1f1b"]), tool="megatron").schedule == "1f1b"
+
+
+def test_a_name_cannot_end_the_comment():
+    plan = planned(**SHARDED)
+    evil = dataclasses.replace(plan, job=dataclasses.replace(plan.job, model="a\nbase_model: b"))
+    assert "base_model" not in yaml.safe_load(export(evil, to="axolotl"))
+
+
 # file, request → what the refusal must name
+FSDP = "distributed_type: FSDP\n"
 UNREADABLE = [
     ("{a: 1}", {}, "is neither Accelerate's YAML"),
     ("[1, 2]", {}, "is not a mapping"),
     ("a: [", {}, "cannot be read"),
-    ("distributed_type: FSDP\nparallelism_config: {parallelism_config_tp_size: two}", {}, "is not a whole number"),
-    ("distributed_type: FSDP\nparallelism_config: {parallelism_config_sp_size: 2}", {}, "Ulysses"),
+    ("base_model: x\nbase_model: y", {}, "duplicate key base_model in line 2"),
+    (FSDP + "parallelism_config: {parallelism_config_tp_size: two}", {}, "is not a whole number"),
+    (FSDP + "parallelism_config: {parallelism_config_tp_size: true}", {}, "is not a whole number"),
+    (FSDP + "parallelism_config: {parallelism_config_sp_size: 2}", {}, "Ulysses"),
+    (FSDP + "parallelism_config: {parallelism_config_tp_sise: 2}", {}, "unknown key; did you mean 'tp_size'?"),
+    (FSDP + "parallelism_config: 3", {}, "parallelism_config: 3 is not a mapping"),
+    (FSDP + "fsdp_config: [1]", {}, "fsdp_config: [1] is not a mapping"),
+    (FSDP + "num_processes: 8\nparallelism_config: {parallelism_config_tp_size: 2}", {},
+     "num_processes: 8 contradicts the 2 ranks"),
+    (FSDP + "num_processes: 8\nfsdp_config: {fsdp_sharding_strategy: HYBRID_SHARD}", {}, "is not read; try one of"),
+    ("distributed_type: DEEPSPEED", {}, "distributed_type: 'DEEPSPEED' has a layout of its own"),
     ("base_model: x\ntensor_parallel_size: 4", {"tp": 2}, "parallel.tp: 2 contradicts tp=4 of config.yaml"),
     ("base_model: x\nfsdp_config: {offload_params: true}", {}, "fsdp_config.offload_params"),
+    ("base_model: x\nexpert_parallel_size: 4", {}, "is an axis beside the others"),
+    ("base_model: x\ndp_sharding_size: 4", {}, "dp_sharding_size: unknown key; did you mean 'dp_shard_size'?"),
+    ("base_model: x\ndeepspeed: zero3.json", {}, "deepspeed: 'zero3.json' is not read"),
+    ("base_model: x\ncontext_parallel_size: 2\nring_attn_func: 7", {}, "ring_attn_func: 7 is not read"),
 ]
 
 
@@ -134,59 +215,3 @@ def test_plain_fsdp_shards_over_all_processes(tmp_path):
     file.write_text("distributed_type: FSDP\nnum_processes: 8\nfsdp_config: {fsdp_reshard_after_forward: true}\n")
     fixed = read_request(file, request=ParallelRequest()).fixed()
     assert (fixed["dp_shard"], fixed["dp_replicate"], fixed["tp"], fixed["zero_stage"]) == (8, 1, 1, 3)
-
-
-# ------------------------------------------------------------------ the real Accelerate
-READ = """
-import json, os, sys
-from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.commands.launch import launch_command_parser, _validate_launch_command
-from accelerate.utils.launch import prepare_multi_gpu_env
-args = launch_command_parser().parse_args(["--config_file", sys.argv[1], "script.py"])
-args, _, _ = _validate_launch_command(args)
-os.environ.update({k: str(v) for k, v in prepare_multi_gpu_env(args).items()})
-from accelerate import ParallelismConfig
-from accelerate.utils import FullyShardedDataParallelPlugin
-config, plugin = ParallelismConfig(), FullyShardedDataParallelPlugin()
-print(json.dumps({"dp_replicate": config.dp_replicate_size, "dp_shard": config.dp_shard_size, "tp": config.tp_size,
-                  "cp": config.cp_size, "total": config.total_size, "fsdp_version": plugin.fsdp_version,
-                  "reshard": plugin.reshard_after_forward, "recompute": plugin.activation_checkpointing,
-                  "wraps": plugin.auto_wrap_policy.__name__ if callable(plugin.auto_wrap_policy) else
-                  str(plugin.auto_wrap_policy), "processes": args.num_processes}))
-"""
-
-
-@pytest.fixture(scope="module")
-def accelerate_python(tmp_path_factory) -> Path:
-    """A throw-away environment with Accelerate (whose tp asks for transformers), on top of this one's torch."""
-    folder = tmp_path_factory.mktemp("accelerate")
-    venv.create(folder, with_pip=True)
-    python = folder / "bin" / "python"
-    inside = subprocess.run([python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"],
-                            capture_output=True, text=True, check=True).stdout.strip()
-    (Path(inside) / "outer.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    done = subprocess.run([python, "-m", "pip", "install", "--quiet", "accelerate==1.15.0", "transformers"],
-                          capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"accelerate does not install here: {done.stderr.strip().splitlines()[-1:]}")
-    return python
-
-
-@pytest.mark.slow
-def test_accelerate_reads_what_was_written(accelerate_python, tmp_path):
-    for layout in FLAT:
-        if layout["dims"].get("dp_replicate", 1) == 8:
-            continue  # plain replication is not FSDP there
-        plan = planned(**layout)
-        file = tmp_path / "config.yaml"
-        file.write_text(export(plan, to="accelerate"))
-        done = subprocess.run([accelerate_python, "-c", READ, str(file)], capture_output=True, text=True,
-                              env={**os.environ, "ACCELERATE_USE_FSDP": "true"}, timeout=120)
-        assert done.returncode == 0, done.stderr[-2000:]
-        read, flat = json.loads(done.stdout.splitlines()[-1]), plan.layout.flat()
-        assert {axis: read[axis] for axis in ("dp_replicate", "dp_shard", "tp", "cp")} == {
-            axis: flat[axis] for axis in ("dp_replicate", "dp_shard", "tp", "cp")}
-        assert read["total"] == read["processes"] == plan.layout.dims.world_size and read["fsdp_version"] == 2
-        assert read["reshard"] is plan.layout.reshard_after_forward
-        assert read["recompute"] is (flat["recompute"] == "full")
-        assert "transformer_auto_wrap_policy" in read["wraps"]

@@ -7,7 +7,7 @@ import torch
 
 from jobs.data.token_file import TokenFile
 from jobs.data.writer import TokenWriter
-from jobs.loader import READ_AHEAD, Loader
+from jobs.loader import PLACES_AT_ONCE, READ_AHEAD, Loader
 from jobs.loss import IGNORED
 from jobs.spec.load import SpecError
 from jobs.spec.tokens import info_path
@@ -100,9 +100,19 @@ def test_a_batch_does_not_depend_on_what_was_read_before(case, folder):
     straight, resumed = loader(data), loader(data)
     for cursor in range(8):
         assert_equal(straight.batch(cursor), batches[cursor])  # the reader ahead is right each time
-    for cursor in (4, 2, 5, 2, 3, 4, 5, 6, 0):
+    for cursor in (4, 2, 5, 2, 3, 4, 5, 6, 0, 7):
         assert_equal(resumed.batch(cursor), batches[cursor])
     assert len(resumed._ahead) == READ_AHEAD
+
+
+def test_any_batch_is_found_without_those_before_it(folder):
+    """Also where samples are looked up in blocks."""
+    data = spec(folder, {"long": 0.7, "short": 0.3})
+    straight = loader(data)
+    wanted = {cursor: straight.places(cursor) for cursor in range(3 * PLACES_AT_ONCE)}
+    for cursor in (0, PLACES_AT_ONCE - 1, PLACES_AT_ONCE, 2 * PLACES_AT_ONCE + 7, 5):
+        for found, one in zip(loader(data).places(cursor), wanted[cursor]):
+            assert found.tolist() == one.tolist()
 
 
 def test_targets_are_the_inputs_one_token_on(folder):
@@ -143,6 +153,8 @@ def test_documents_are_numbered_and_their_ends_predict_nothing(mask, ends, ignor
             numbers, at_end = naive_documents(SEQ_LEN * sequence, list(SOURCES.values())[source])
             assert batch.documents is None if not mask else batch.documents[row].tolist() == numbers
             assert (batch.targets[row] == IGNORED).tolist() == [end and ignored for end in at_end]
+            start = 1000 * source + SEQ_LEN * sequence
+            assert batch.inputs[row].tolist() == list(range(start, start + SEQ_LEN))
             seen.add(max(numbers))
     assert seen >= {0, 1, 2}  # one document, two and three in a sequence have occurred
 

@@ -3,7 +3,7 @@
 Made from the run's config by the page's entry; read by every section that prices more than the plan holds.
 """
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jobs.spec.model import AttentionConvention
@@ -14,6 +14,7 @@ from orchestrator.planner.question import Question
 from orchestrator.planner.refusals import question_problems
 from orchestrator.planner.search import Search
 from orchestrator.planner.timeline import Timeline
+from orchestrator.planner.ways import Ways
 
 # What a layout does with its degrees, beside them
 DETAILS = ("schedule", "virtual_stages", "recompute", "sequence_parallel", "zero_stage", "layers_per_unit",
@@ -26,6 +27,7 @@ class Asked:
     question: Question
     headroom: float
     mfu_convention: AttentionConvention
+    ways: Ways = field(default_factory=Ways)  # what one variation's search learns, the next one knows
 
     def price(self, layout: Layout) -> Priced:
         return price(self.question.model, layout, training=self.question.training, cluster=self.question.cluster,
@@ -56,7 +58,7 @@ class Asked:
         """A search for the answer, or why there is none."""
         if problems := question_problems(self.question):
             return str(problems[0])
-        return Search(self.question, headroom=self.headroom, convention=self.mfu_convention)
+        return Search(self.question, headroom=self.headroom, convention=self.mfu_convention, ways=self.ways)
 
 
 def described(layout: Layout, *, beside: Layout) -> str:

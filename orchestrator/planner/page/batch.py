@@ -3,7 +3,6 @@
 Called by the page. For each dp the best layout that fits shows the trade:
 more replicas leave fewer microbatches, fewer microbatches leave a larger bubble.
 """
-import itertools
 from dataclasses import dataclass
 
 from jobs.spec.parallel import AXES
@@ -11,6 +10,7 @@ from orchestrator.planner.cost import Priced
 from orchestrator.planner.page.asked import Asked
 from orchestrator.planner.plan import Plan
 from orchestrator.planner.question import divisors
+from orchestrator.planner.search import Group
 from orchestrator.planner.space import every_layout
 
 SHOWN_DP = 9
@@ -29,7 +29,7 @@ def batch_choices(plan: Plan, asked: Asked, *, searching: bool) -> BatchChoices:
     alike = asked.without_wishes().in_detail_like(layout)
     degrees = _around([dp for dp in divisors(world) if dp <= plan.job.global_batch_size], layout.dims.dp, SHOWN_DP)
     degrees = degrees if searching else [layout.dims.dp]
-    by_dp = [best for dp in degrees if (best := _best_with(dp, alike, plan)) is not None]
+    by_dp = _best_with(degrees, alike, plan)
     fixed = alike.wishing(**{axis: getattr(layout.dims, axis) for axis in AXES})
     sizes = {one.microbatch_size: one for one in every_layout(fixed.question)
              if one.slots < 2 * plan.job.global_batch_size}
@@ -38,17 +38,15 @@ def batch_choices(plan: Plan, asked: Asked, *, searching: bool) -> BatchChoices:
     return BatchChoices(by_dp=tuple(by_dp), by_microbatch=tuple(asked.price(sizes[size]) for size in near))
 
 
-def _best_with(dp: int, alike: Asked, plan: Plan) -> Priced | None:
-    """The fastest that fits with this dp: the plan itself, or with shards and replicas chosen anew."""
-    if dp == plan.layout.dims.dp:
-        return alike.price(plan.layout)
+def _best_with(degrees: list[int], alike: Asked, plan: Plan) -> list[Priced]:
+    """The fastest that fits of each dp that has any: the plan itself, or with everything chosen anew."""
+    groups = [Group(name=str(dp), holds=lambda layout, own=dp: layout.dims.dp == own,
+                    may=lambda shape, own=dp: shape.dp == own) for dp in degrees if dp != plan.layout.dims.dp]
     nodes = plan.layout.dims.world_size // plan.job.gpus_per_node
-    shards = [shard for shard in divisors(dp) if dp // shard in (1, dp, plan.layout.dims.dp_replicate)]
-    found = []
-    for shard in shards:
-        search = alike.wishing(dp_shard=shard, dp_replicate=dp // shard, num_nodes=nodes or 1).search()
-        found += [] if isinstance(search, str) else list(itertools.islice(search.ranked(), 1))
-    return min(found, key=lambda one: one.predicted.step_time_s, default=None)
+    search = alike.wishing(num_nodes=nodes or 1).search()
+    firsts = {} if isinstance(search, str) else search.best(0, groups=groups)[1]
+    firsts[str(plan.layout.dims.dp)] = alike.price(plan.layout)
+    return [firsts[str(dp)] for dp in degrees if str(dp) in firsts]
 
 
 def spending(plan: Plan) -> str:

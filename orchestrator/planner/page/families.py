@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jobs.spec.parallel import Layout
+from orchestrator.planner.parts import Shape
+from orchestrator.planner.search import Group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +37,20 @@ def family_of(layout: Layout) -> int:
     if dims.tp > 1:
         return 2
     return 1 if dims.dp_shard > 1 else 0
+
+
+def groups() -> tuple[Group, ...]:
+    """Each family's layouts, for one search of all."""
+    return tuple(Group(name=family.name, holds=lambda layout, own=i: family_of(layout) == own,
+                       may=lambda shape, own=i: own in _families_of(shape)) for i, family in enumerate(FAMILIES))
+
+
+def _families_of(shape: Shape) -> tuple[int, ...]:
+    if shape.cp > 1:
+        return (4,)
+    if shape.pp > 1:
+        return (3,)
+    return (2,) if shape.tp > 1 else (0, 1)
 
 
 def wishes_of(family: int, *, degrees: list[int]) -> dict[str, Any]:

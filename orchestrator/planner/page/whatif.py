@@ -12,7 +12,7 @@ from jobs.spec.counts import num_params
 from jobs.spec.model import ModelSpec
 from orchestrator.planner.cost import Priced
 from orchestrator.planner.page.asked import Asked
-from orchestrator.planner.page.families import FAMILIES, wishes_of
+from orchestrator.planner.page.families import FAMILIES, groups, wishes_of
 from orchestrator.planner.plan import Plan
 from orchestrator.planner.question import divisors
 
@@ -57,27 +57,28 @@ def _answer(sweep: Sweep, asked: Asked) -> dict[str, Any]:
 
 
 def _best_per_family(asked: Asked) -> list[dict[str, Any]]:
-    """Per family {layout, tokens/s/GPU, step, MFU, memory}, or {why} it is impossible."""
+    """Per family {layout, tokens/s/GPU, step, MFU, memory}, or {why} it is impossible. One search for all of them."""
+    free = asked.wishing(num_nodes=asked.question.num_nodes)
+    search = free.search()
+    firsts = {} if isinstance(search, str) else search.best(0, groups=groups())[1]
+    return [_figures(firsts[one.name]) if one.name in firsts else {"why": _why_none(free, family)}
+            for family, one in enumerate(FAMILIES)]
+
+
+def _why_none(asked: Asked, family: int) -> str:
     degrees = divisors(asked.question.world_size)[1:]
-    nodes = asked.question.num_nodes
-    every = [asked.wishing(num_nodes=nodes, **wishes_of(family, degrees=degrees)) for family in range(len(FAMILIES))]
-    return [_best_of(one, some=bool(degrees) or family == 0) for family, one in enumerate(every)]
-
-
-def _best_of(asked: Asked, *, some: bool) -> dict[str, Any]:
-    search = asked.search() if some else "there is but one GPU"
+    if not degrees and family:
+        return "there is but one GPU"
+    search = asked.wishing(**wishes_of(family, degrees=degrees)).search()
     if isinstance(search, str):
-        return {"why": _short(search)}
-    best = next(search.ranked(), None)
-    if best is not None:
-        return _figures(best)
+        return _short(search)
     smallest = search.smallest()
     if smallest is None:
         refused = search.space.ledger.refusals()
-        return {"why": _short(refused[0].example) if refused else "no such layout is legal"}
+        return _short(refused[0].example) if refused else "no such layout is legal"
     mine = smallest.predicted
     needed = f"{mine.memory_gib:,.0f}" if mine.memory_gib >= 100 else f"{mine.memory_gib:.3g}"
-    return {"why": f"does not fit: the smallest needs {needed} of {mine.memory_limit_gib:.3g} GiB"}
+    return f"does not fit: the smallest needs {needed} of {mine.memory_limit_gib:.3g} GiB"
 
 
 def _short(problem: str) -> str:

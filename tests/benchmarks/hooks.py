@@ -1,0 +1,180 @@
+"""What watching costs: the trainer's steps with its reports, heartbeats, metrics and fault hooks, and without.
+
+    python -m tests.benchmarks.hooks [--rounds 30] [--steps 5]
+
+One rank trains with a real agent on the other end of its socket, and the agent talks to a real channel, at the default
+rates of heartbeats and samples. The same trainer takes turns with the bare loop of its own parts (data, forward and
+backward, update, the two figures read back). Printed: the median step of each and the median of the ratios of
+neighbouring turns; the same of the rank's CPU time; and the seconds per step spent inside the hooks, by the clock and
+by the CPU: the latter is not disturbed by others on the machine, and is held against the limit of 1% of a 50 ms step.
+The agent's own CPU time is not the rank's: it is printed as a share of one core.
+"""
+import argparse
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from jobs import trainer as trainer_module
+from jobs.recorder import Recorder
+from jobs.spec.control import Spooled, Welcome
+from jobs.spec.job import FaultSpec
+from jobs.spec.rundir import RunDir
+from jobs.trainer import Trainer
+from orchestrator.config import PolicySpec
+from orchestrator.supervision.channel import Channel, Received
+from tests.benchmarks.core import ratio
+from tests.benchmarks.decoder import MODEL, TRAINING
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import build_trainer, job, layout
+
+STEP_S = 0.05  # the step that the limit is for
+SEQUENCES = 4  # make about that on one core
+
+
+def supervise(run_dir: Path, port_to: Any) -> None:
+    """A process: the supervisor's end, which acknowledges every report."""
+    policy = PolicySpec()
+
+    async def listen() -> None:
+        channel = Channel(secret=RunDir(run_dir).secret.read_text(), nodes=("node-0",), welcome=Welcome(
+            term=1, ack_seq=0, heartbeat_s=policy.heartbeat_s, sample_s=policy.sample_s, orphan_s=60.0, preload=False))
+        port_to.send(await channel.listen())
+        while True:
+            message = await channel.inbox.get()
+            if isinstance(message, Received) and isinstance(message.message, Spooled):
+                channel.acknowledge(message.node, message.message.seq)
+
+    asyncio.run(listen())
+
+
+@contextlib.contextmanager
+def watched(run_dir: Path):
+    """Yields the agent's process and the name of its socket."""
+    RunDir(run_dir).secret.write_text(secrets.token_hex(16))
+    receive, send = multiprocessing.Pipe(duplex=False)
+    supervisor = multiprocessing.get_context("fork").Process(target=supervise, args=(run_dir, send), daemon=True)
+    supervisor.start()
+    agent = subprocess.Popen([sys.executable, "-m", "jobs.agent", "--run-dir", str(run_dir), "--node", "node-0",
+                              "--supervisor", f"127.0.0.1:{receive.recv()}"])
+    try:
+        yield agent, _socket_of(agent)
+    finally:
+        agent.terminate()
+        agent.wait()
+        supervisor.terminate()
+
+
+def _socket_of(agent: subprocess.Popen) -> str:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        for line in Path("/proc/net/unix").read_text().splitlines():
+            if (name := line.split()[-1]).startswith(f"@orc-agent-{agent.pid}-"):
+                return name
+        time.sleep(0.1)
+    raise RuntimeError("the agent opens no socket")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turns:
+    seconds: dict[str, list[float]]
+    cpu_s: dict[str, list[float]]
+    inside_s: list[tuple[float, float]]  # per step of each watched turn, in the hooks: by the clock, by the CPU
+
+
+def bare_step(trainer: Trainer, step: int) -> None:
+    batch = trainer.loader.batch(trainer.progress.data_cursor)
+    loss = trainer.parallel.forward_backward(batch.inputs, batch.targets, step=step, documents=batch.documents)
+    norm, _ = trainer.optimizer.step(step)
+    trainer.parallel.refresh_weights()
+    loss.item(), norm.item()
+    trainer.progress = replace(trainer.progress, step=step, data_cursor=trainer.progress.data_cursor + 1)
+
+
+def take_turns(spec, socket_name: str, rounds: int, steps: int) -> Turns:
+    recorder = Recorder(socket_name, attempt=1, rank=0)
+    trainer = build_trainer(spec, recorder=recorder)
+    trainer.plan = replace(trainer.plan, interval_steps=10**9)
+    inside = _clock_hooks(trainer)
+    seconds, cpu_s, inside_s = defaultdict(list), defaultdict(list), []
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        for number in range(2 * (rounds + 2)):
+            kind = ("watched", "bare")[number % 2]
+            inside.clear()
+            first = trainer.progress.step + 1
+            start, cpu_start = time.perf_counter(), time.process_time()
+            for step in range(first, first + steps):
+                if kind == "bare":
+                    bare_step(trainer, step)
+                else:
+                    trainer_module.strike(trainer.faults, attempt=1, rank=0, step=step, recorder=recorder)
+                    trainer._step(step)
+            if number > 3:  # the first two of each warm up
+                seconds[kind].append(time.perf_counter() - start)
+                cpu_s[kind].append(time.process_time() - cpu_start)
+                if kind == "watched":
+                    inside_s.append(tuple(sum(of) / steps for of in zip(*inside)))
+    trainer.loader.close()
+    return Turns(seconds=dict(seconds), cpu_s=dict(cpu_s), inside_s=inside_s)
+
+
+def _clock_hooks(trainer: Trainer) -> list[tuple[float, float]]:
+    """From now on the seconds inside each outermost hook are added to the list, by the clock and by the CPU."""
+    spent: list[tuple[float, float]] = []
+
+    def clocked(function: Callable) -> Callable:
+        def call(*args, **kwargs):
+            start, cpu_start = time.perf_counter(), time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                spent.append((time.perf_counter() - start, time.thread_time() - cpu_start))
+        return call
+
+    trainer.recorder.progress = clocked(trainer.recorder.progress)
+    trainer._report = clocked(trainer._report)
+    trainer_module.strike = clocked(trainer_module.strike)
+    return spent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=5, help="of each kind per round")
+    asked = parser.parse_args()
+    training = replace(TRAINING, global_batch_size=SEQUENCES)
+    where = layout(model=MODEL, microbatch_size=SEQUENCES, global_batch_size=SEQUENCES)
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder)
+        spec = replace(job(run_dir, where, model=MODEL, training=training),
+                       faults=tuple(FaultSpec(attempt=9, step=step, rank=0, kind="sigkill") for step in range(1, 9)))
+        with watched(run_dir) as (agent, socket_name):
+            before, start = sum(psutil.Process(agent.pid).cpu_times()[:2]), time.perf_counter()
+            found: Turns = run_ranks(take_turns, world_size=1, args=(spec, socket_name, asked.rounds, asked.steps),
+                                     timeout_s=900)[0]
+            agent_share = ((sum(psutil.Process(agent.pid).cpu_times()[:2]) - before) / (time.perf_counter() - start))
+    for kind in ("bare", "watched"):
+        print(f"{kind:8} step {1e3 * statistics.median(found.seconds[kind]) / asked.steps:7.2f} ms   "
+              f"CPU {1e3 * statistics.median(found.cpu_s[kind]) / asked.steps:7.2f} ms")
+    clock_s, busy_s = (statistics.median(of) for of in zip(*found.inside_s))
+    print(f"watched ÷ bare, median of {asked.rounds} pairs: {ratio(found.seconds['watched'], found.seconds['bare']):.4f}"
+          f", CPU {ratio(found.cpu_s['watched'], found.cpu_s['bare']):.4f}\n"
+          f"inside hooks: {1e6 * clock_s:.0f} µs per step, {1e6 * busy_s:.0f} µs of CPU, which is "
+          f"{100 * busy_s / STEP_S:.2f}% of {1e3 * STEP_S:.0f} ms; the agent: {100 * agent_share:.1f}% of a core")
+
+
+if __name__ == "__main__":
+    main()

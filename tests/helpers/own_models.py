@@ -1,0 +1,107 @@
+"""Small own models, each with one thing that a user may get wrong or that orc must find out; see test_own_model.py."""
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+DIM = 8
+PLAN = {"blocks": "blocks.*", "styles": {"embedding": "vocab", "blocks.*.up": "column", "blocks.*.down": "row",
+                                         "blocks.*.norm": "sequence", "head": "head"}}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.up, self.down = nn.Linear(DIM, 12), nn.Linear(12, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Small(nn.Module):
+    def __init__(self, vocab_size: int, depth: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, DIM)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.head = nn.Linear(DIM, vocab_size)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Scaled(Small):
+    """Something between its parts that is no module."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = 2.0 * self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Backwards(Small):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in reversed(self.blocks):
+            x = block(x)
+        return self.head(x)
+
+
+class Looped(Small):
+    """The same blocks twice."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in [*self.blocks, *self.blocks]:
+            x = block(x)
+        return self.head(x)
+
+
+class Hidden(Small):
+    """Gives what is no logits."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.embedding(tokens)
+
+
+def plain(*, vocab_size: int, seq_len: int, **changes: Any) -> tuple[nn.Module, dict]:
+    """`changes`: of the plan table."""
+    return Small(vocab_size), PLAN | changes
+
+
+def restyled(*, vocab_size: int, seq_len: int, styles: dict) -> tuple[nn.Module, dict]:
+    """`styles`: added to those of the plan table; none takes one away."""
+    return Small(vocab_size), PLAN | {"styles": {k: v for k, v in (PLAN["styles"] | styles).items() if v is not None}}
+
+
+def kind(*, vocab_size: int, seq_len: int, name: str) -> tuple[nn.Module, dict]:
+    return {"scaled": Scaled, "backwards": Backwards, "looped": Looped, "hidden": Hidden}[name](vocab_size), PLAN
+
+
+def raising(*, vocab_size: int, seq_len: int) -> tuple[nn.Module, dict]:
+    return {}["dim"]
+
+
+def returning(*, vocab_size: int, seq_len: int) -> Any:
+    return Small(vocab_size)
+
+
+def altered(*, vocab_size: int, seq_len: int, what: str) -> tuple[nn.Module, dict]:
+    """A module that no layout can take."""
+    model = Small(vocab_size)
+    if what == "tied":
+        model.head.weight = model.embedding.weight
+    elif what == "dropout":
+        model.blocks[0].drop = nn.Dropout(0.1)
+    elif what == "batch norm":
+        model.blocks[0].bn = nn.BatchNorm1d(DIM)
+    elif what == "frozen":
+        model.head.weight.requires_grad_(False)
+    elif what == "tensor":
+        model.table = torch.zeros(3)
+    return model, PLAN

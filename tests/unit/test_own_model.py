@@ -1,0 +1,202 @@
+"""Own models: what is wrong with their code or plan table is said with value, origin and remedy; what is measured of
+them is what they do."""
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from jobs.own.build import OwnModelError, build
+from jobs.own.chain import trace
+from jobs.own.measure import measure
+from jobs.own.table import resolve
+from jobs.spec.load import SpecError
+from jobs.spec.own_model import OwnModel
+from orchestrator.config import to_yaml
+from orchestrator.load import load, load_traced, read_stored
+from orchestrator.planning import make_plan
+from tests.helpers.orc import ROOT, orc
+
+VOCAB, SEQ = 16, 8
+MODELS = "tests.helpers.own_models"
+MIXER = OwnModel(entrypoint="configs.examples.mixer:build", vocab_size=32,
+                 arguments={"dim": 32, "depth": 3, "head_dim": 8, "width": 3})
+
+
+def own(function: str, /, **arguments) -> OwnModel:
+    entrypoint = function if ":" in function or "." in function else f"{MODELS}:{function}"
+    return OwnModel(entrypoint=entrypoint, vocab_size=VOCAB, arguments=arguments)
+
+
+# what is wrong → (entry point, its arguments, parts of the message)
+REFUSED = {
+    "no function": ("no_function", {}, ["model.entrypoint", "has no 'no_function'", "plain"]),
+    "no module": ("nosuch.module:build", {}, ["no module 'nosuch'", "`workdir`"]),
+    "no colon": ("tests.helpers.own_models", {}, ["is not package.module:function"]),
+    "not a function": (f"{MODELS}:DIM", {}, ["is a int, not a function"]),
+    "an exception inside": ("raising", {}, ["raised KeyError: 'dim'", "own_models.py:", "in raising"]),
+    "an unknown argument": ("returning", {"depht": 3}, ["raised TypeError", "depht"]),
+    "no table": ("returning", {}, ["returned Small", "(nn.Module, plan table)"]),
+    "a shared weight": ("altered", {"what": "tied"}, ["head.weight and embedding.weight are one parameter", "each its own"]),
+    "dropout": ("altered", {"what": "dropout"}, ["blocks.0.drop drops out", "set p=0"]),
+    "batch norm": ("altered", {"what": "batch norm"}, ["blocks.0.bn is a batch norm"]),
+    "a frozen weight": ("altered", {"what": "frozen"}, ["head.weight is not trained", "make it a buffer"]),
+    "a plain tensor": ("altered", {"what": "tensor"}, ["Small.table is a tensor", "register_buffer"]),
+    "an unknown key": ("plain", {"block": "x"}, ["unknown key 'block'", "blocks and styles"]),
+    "blocks of nothing": ("plain", {"blocks": "layers.*"}, ["'layers.*' (blocks) matches no module", "blocks.0"]),
+    "blocks in blocks": ("plain", {"blocks": ["blocks.*", "blocks.*.norm"]},
+                         ["'blocks.0.norm' lies in block 'blocks.0'"]),
+    "no such style": ("restyled", {"styles": {"head": "colum"}}, ["'head': 'colum' is no style", "column, row"]),
+    "a pattern of nothing": ("restyled", {"styles": {"blocks.*.upp": "row"}},
+                             ["'blocks.*.upp' (row) matches no module", "did you mean 'blocks.0.up'"]),
+    "two patterns": ("restyled", {"styles": {"blocks.0.up": "row"}},
+                     ["'blocks.0.up' is matched by 'blocks.*.up' (column) and by 'blocks.0.up' (row); leave one"]),
+    "a style of others": ("restyled", {"styles": {"blocks.*.norm": "column"}}, ["is a LayerNorm; column is for"]),
+    "two heads": ("restyled", {"styles": {"blocks.*.up": "head"}}, ["head is the style of more than one module"]),
+    "silence in a split": ("restyled", {"styles": {"blocks.*": "split", "blocks.*.norm": None}},
+                           ["'blocks.0.norm' lies in the split 'blocks.0' and has no style"]),
+    "no logits": ("kind", {"name": "hidden"}, [f"gave [1, {SEQ}, 8], not logits [1, {SEQ}, model.vocab_size={VOCAB}]"]),
+    "enters and never leaves": ("restyled", {"styles": {"blocks.*.down": None}}, ["at tp=2", "a forward raised"]),
+}
+
+
+@pytest.mark.parametrize("name, arguments, parts", REFUSED.values(), ids=REFUSED)
+def test_what_is_wrong_is_said_with_its_remedy(name: str, arguments: dict, parts: list[str]) -> None:
+    with pytest.raises(OwnModelError) as refused:
+        measure(own(name, **arguments), seq_len=SEQ, degrees=(1, 2))
+    assert all(part in str(refused.value) for part in parts), str(refused.value)
+
+
+# model → why it cannot be cut into stages; None: it can
+CHAINS = {
+    "plain": (own("plain"), None),
+    "mixer": (MIXER, None),
+    "something between": (own("kind", name="scaled"), "blocks.0 gets something else than embedding's output"),
+    "another order": (own("kind", name="backwards"), "not called in the order of the model"),
+    "twice": (own("kind", name="looped"), "is called more than once"),
+}
+
+
+@pytest.mark.parametrize("spec, broken", CHAINS.values(), ids=CHAINS)
+def test_whether_a_model_can_be_cut_is_seen_in_its_forward(spec: OwnModel, broken: str | None) -> None:
+    model, raw = build(spec, seq_len=SEQ, device="meta")
+    chain = trace(model, resolve(raw, model), seq_len=SEQ, vocab_size=spec.vocab_size)
+    assert chain.broken is None if broken is None else broken in chain.broken
+
+
+def test_flops_and_parameters_are_counted() -> None:
+    found = measure(own("plain"), seq_len=SEQ, degrees=(1, 2, 3, 5))
+    one, two, two_sp, *_ = found.measured
+    linear = 2 * (2 * 8 * 12) + 8 * VOCAB  # multiplications of one token: up and down of both blocks, head
+    assert found.flops_per_token == 3 * 2 * linear
+    assert found.num_params == VOCAB * 8 + 2 * (16 + 8 * 12 + 12 + 12 * 8 + 8) + 8 * VOCAB + VOCAB
+    assert sum(p.params for p in (one.before, *one.blocks, one.behind)) == found.num_params
+    assert (two.tp, two_sp.sequence_parallel) == (2, True)
+    assert two.blocks[0].params == 16 + 48 + 6 + 48 + 8 and two.blocks[0].flops == one.blocks[0].flops / 2
+    # x enters in front of up and leaves behind down: all tokens, whole
+    assert (two.blocks[0].entered, two.blocks[0].left, two.blocks[0].entries, two.blocks[0].exits) == (64, 64, 1, 1)
+    assert {m.tp for m in found.measured} == {1, 2} and set(found.no_tp) == {3, 5}
+
+
+def test_bytes_kept_for_the_backward_are_those_of_a_real_forward() -> None:
+    saved = measure(MIXER, seq_len=SEQ, degrees=(1,)).measured[0]
+    model, _ = build(MIXER, seq_len=SEQ, device="cpu")
+    held = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if (where := tensor.untyped_storage().data_ptr()) not in held:
+            kept[where] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
+        logits = model(torch.zeros(1, SEQ, dtype=torch.int64))
+    real = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    assert logits.requires_grad
+    assert 4 * sum(p.saved for p in (saved.before, *saved.blocks, saved.behind)) == pytest.approx(real, rel=0.05)
+
+
+RUN = {"run": "mixer", "model": {"entrypoint": "configs.examples.mixer:build", "vocab_size": 256, "name": "mixer",
+                                 "arguments": {"dim": 32, "depth": 4, "head_dim": 8}},
+       "cluster": {"name": "desk", "kind": "local", "num_nodes": 2, "gpus_per_node": 2, "gpu": "cpu"},
+       "data": {"path": str(ROOT / "orchestrator")}, "training": {"steps": 3, "seq_len": 16, "global_batch_size": 8},
+       "workdir": str(ROOT)}
+
+
+def run_file(folder: Path, **changes) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(json.dumps(RUN | changes))
+    return path
+
+
+def test_a_run_with_an_own_model_is_stored_and_read_back(tmp_path: Path) -> None:
+    config = load(run_file(tmp_path), ["model.arguments.dim=64"])
+    assert config.model.arguments == {"dim": 64, "depth": 4, "head_dim": 8} and config.workdir == str(ROOT)
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert read_stored(tmp_path / "config.yaml") == config
+
+
+# what is wrong → (changes of the run file, parts of the message)
+CONFIGS = {
+    "unknown key": ({"model": RUN["model"] | {"vocab": 3}}, ["model.vocab", "did you mean 'vocab_size'?"]),
+    "no vocabulary": ({"model": {"entrypoint": "a.b:c"}}, ["model.vocab_size: is missing"]),
+    "no colon": ({"model": RUN["model"] | {"entrypoint": "a.b.c"}}, ["model.entrypoint: 'a.b.c' is not package"]),
+    "no workdir": ({"workdir": "/no/such/place"}, ["workdir: '/no/such/place' is no directory"]),
+    "weights": ({"training": RUN["training"] | {"initial_weights": str(ROOT)}},
+                ["training.initial_weights", "`build`"]),
+    "two trainers": ({"command": ["sh"], "entrypoint": "a:b"}, ["entrypoint: 'a:b' and `command:` are two trainers"]),
+    "arguments of none": ({"arguments": ["--x"]}, ["arguments", "`entrypoint:`'s"]),
+}
+
+
+@pytest.mark.parametrize("changes, parts", CONFIGS.values(), ids=CONFIGS)
+def test_a_wrong_config_is_refused(tmp_path: Path, changes: dict, parts: list[str]) -> None:
+    with pytest.raises(SpecError) as refused:
+        load(run_file(tmp_path, **changes))
+    assert all(part in str(refused.value) for part in parts), str(refused.value)
+
+
+# wishes → what the plan has, or parts of the refusal
+PLANS = {
+    "free": ({}, None),
+    "everything at once": ({"tp": 2, "pp": 2, "recompute": "full", "zero_stage": 3}, None),
+    "interleaved": ({"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}, None),
+    "cp": ({"cp": 2}, ["parallel.cp: 2 needs a seam"]),
+    "tp that does not divide": ({"tp": 3}, ["parallel.tp: 3 does not divide dimension 0 of", "these can be: 1"]),
+    "more stages than blocks": ({"pp": 4, "virtual_stages": 2, "schedule": "interleaved_1f1b"}, ["parallel"]),
+}
+
+
+@pytest.mark.parametrize("wishes, refused", PLANS.values(), ids=PLANS)
+def test_plan_keeps_to_what_is_asked_and_possible(tmp_path: Path, wishes: dict, refused: list[str] | None) -> None:
+    loaded = load_traced(run_file(tmp_path, parallel=wishes))
+    if refused is not None:
+        with pytest.raises(SpecError) as error:
+            make_plan(loaded, trainable=True)
+        assert all(part in str(error.value) for part in refused), str(error.value)
+        return
+    made = make_plan(loaded, trainable=True)
+    dims = made.layout.dims
+    assert dims.world_size == 4 and sum(made.layout.layers_per_stage) == 4
+    for name, value in wishes.items():
+        assert getattr(dims, name, None) == value or getattr(made.layout, name, None) == value
+    parts = made.predicted
+    assert parts.compute_s + parts.exposed_communication_s + parts.bubble_s + parts.optimizer_s == \
+        pytest.approx(parts.step_time_s)
+
+
+def test_a_broken_model_is_refused_before_anything_is_left_behind(tmp_path: Path) -> None:
+    path = run_file(tmp_path, root=str(tmp_path / "runs"), model=RUN["model"] | {"entrypoint": f"{MODELS}:raising"})
+    done = orc("run", path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr and not (tmp_path / "runs").exists()
+    assert "model.entrypoint" in done.stderr
+
+
+def test_the_orchestrator_does_not_import_the_users_code() -> None:
+    check = ("import sys; from orchestrator.load import load_traced; from orchestrator.planning import make_plan; "
+             "make_plan(load_traced(__import__('pathlib').Path('configs/runs/own_model.yaml')), trainable=True); "
+             "print([m for m in sys.modules if m.startswith(('torch', 'configs.examples'))])")
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
