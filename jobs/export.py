@@ -32,8 +32,8 @@ def export(run: RunDir, *, step: int, folder: Path, dtype: DType = "float32") ->
     model that has no counterpart there."""
     job = _job_of(run)
     if isinstance(job.model, OwnModel):
-        raise SafetensorsError(f"model.entrypoint: {job.model.entrypoint!r} is a model of your own, of which Hugging Face "
-                               "has no counterpart; read the checkpoint's shards under your own names")
+        raise SafetensorsError(f"model.entrypoint: {job.model.entrypoint!r} is a model of your own, of which Hugging "
+                               "Face has no counterpart; read the checkpoint's shards under your own names")
     if problems := hub_problems(job.model):
         raise SafetensorsError("; ".join(problems))
     reader = RawReader(run.checkpoint(step), step=step)

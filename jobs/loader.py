@@ -42,13 +42,17 @@ class Loader:
     range(layout.slots); a slot from global_batch_size on holds no sample and its targets weigh nothing. `chunks` of
     `num_chunks` equal chunks of each sequence are this rank's, where sequences are split over ranks. The batches after
     the one asked for are read by a thread meanwhile: create a Loader only in a process that will not fork any more.
-    Whether the data fits the training has been checked (jobs.spec.tokens.fit_problems).
+    Raises SpecError if the data does not fit; a run's has been checked before (jobs.spec.tokens.fit_problems).
     """
 
     def __init__(self, data: DataSpec, *, seq_len: int, vocab_size: int, global_batch_size: int, seed: int,
                  slots: range, device: torch.device, chunks: tuple[int, ...] = (0,), num_chunks: int = 1) -> None:
         self.files = [TokenFile(Path(source.path)) for source in data.all_sources]
         self.num_sequences = [num_sequences(file.info, seq_len=seq_len) for file in self.files]
+        for file, held in zip(self.files, self.num_sequences):
+            if held < 1:
+                raise SpecError([Problem(where="training.seq_len", value=seq_len, message=f"is more than the "
+                                         f"{file.info.num_tokens:,} tokens of {file.path} give; shorten it")])
         self.mixture = Mixture(tuple(source.weight for source in data.all_sources))
         self.document_mask = data.document_mask
         self.ignore_document_ends = data.ignores_document_ends
@@ -64,7 +68,8 @@ class Loader:
         self.num_columns = size * len(chunks)
         self.device = device
         self._places: tuple[int, np.ndarray, np.ndarray] | None = None  # of a block of batches
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader", initializer=_choose,
+                                        initargs=(device,))
         self._ahead: deque[tuple[int, Future[Batch]]] = deque()
 
     def batch(self, data_cursor: int) -> Batch:
@@ -135,7 +140,8 @@ class Loader:
         """A sample and the token behind it: targets are the inputs, one token on."""
         window = file.window(start, self.seq_len + 1)
         # what nobody has declared is only seen here; on a GPU it would end in an assertion without a name
-        if file.info.vocab_size is None and not 0 <= window.min() <= window.max() < self.vocab_size:
+        declared = file.info.vocab_size is not None and file.info.vocab_size <= self.vocab_size
+        if not declared and not 0 <= window.min() <= window.max() < self.vocab_size:
             bad = int(window.max() if window.min() >= 0 else window.min())
             raise SpecError([Problem(where="model.vocab_size", value=self.vocab_size, message=f"does not cover token "
                                      f"{bad} of {file.path}, within {self.seq_len} tokens from {start}; raise it, or "
@@ -145,3 +151,9 @@ class Loader:
     def close(self) -> None:
         """Stop reading ahead."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _choose(device: torch.device) -> None:
+    """In the reading thread, which begins with GPU 0: pinning memory there would give each rank a context on it."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

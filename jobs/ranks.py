@@ -28,7 +28,7 @@ from jobs.spec.wire import decode, encode
 LOG_TAIL_BYTES = 8192
 # A fork takes milliseconds and a SIGKILL less. A fork server that has done neither by then is stopped or stuck: it is
 # killed, and the kernel takes its ranks along.
-FORK_S, REAP_S = 60.0, 10.0
+FORK_S, REAP_S = 60.0, 5.0  # the second well below what a supervisor waits for: policy.heartbeat_timeout_s
 
 
 class Ranks:
@@ -85,14 +85,15 @@ class Ranks:
         self.attempt = attempt
 
     async def _read_answers(self, reader: asyncio.StreamReader) -> None:
-        while line := await reader.readline():
-            match decode(line, Answer, origin="fork server"):
-                case Ready():
-                    self._ready.set()
-                case Forked(rank=rank, pid=pid):
-                    self.pids[rank] = pid
-                case Exited() as end:
-                    await self._ended(end)
+        with contextlib.suppress(ConnectionResetError):  # it was killed before it had read its last orders
+            while line := await reader.readline():
+                match decode(line, Answer, origin="fork server"):
+                    case Ready():
+                        self._ready.set()
+                    case Forked(rank=rank, pid=pid):
+                        self.pids[rank] = pid
+                    case Exited() as end:
+                        await self._ended(end)
         await self._lose_all()
 
     async def _lose_all(self) -> None:

@@ -47,15 +47,16 @@ def _own_gpu(local_rank: int) -> torch.device:
     found = torch.cuda.device_count()
     if local_rank >= found:
         build = f"torch {torch.__version__}" + (", which is built without CUDA" if torch.version.cuda is None else "")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
         raise ValueError(f"cluster.gpus_per_node: local rank {local_rank} finds {found} GPUs (CUDA_VISIBLE_DEVICES="
-                         f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}, {build}); lower it, give the job its GPUs "
-                         "(cluster.slurm), or train on the CPU (cluster.gpu=cpu)")
+                         f"{visible}, {build}); lower it, give the job its GPUs (cluster.slurm), or train on the CPU "
+                         "(cluster.gpu=cpu)")
     return torch.device("cuda", local_rank)
 
 
 def limit_waiting(*, timeout_s: float) -> None:
-    """Let every group's collectives fail after timeout_s; to be called when all groups exist. The groups of a mesh are
-    made with torch's own limit, 30 minutes (gloo) or 10 (NCCL), whatever the default group was given."""
+    """Let every group's collectives fail after timeout_s; to be called when all groups exist. The groups of a mesh
+    are made with torch's own limit, 30 minutes (gloo) or 10 (NCCL), whatever the default group was given."""
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 

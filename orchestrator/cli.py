@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from jobs.spec.load import Problem, SpecError
+from jobs.spec.load import Problem, SpecError, to_dict
 from jobs.spec.own_model import OwnModel
 from jobs.spec.rundir import RunDir
 from orchestrator.config import RunConfig
@@ -27,7 +27,7 @@ from orchestrator.export import export, notes
 from orchestrator.foreign import read_request
 from orchestrator.planner import Plan, plan_json
 from orchestrator.planner.explain import diff
-from orchestrator.planner.page import write_page
+from orchestrator.planner.page import check_writable, write_page
 from orchestrator.planner.show import show_plan
 from orchestrator.planner.show_explain import axes_table, diff_table, show_explained, untrained_note
 from orchestrator.planning_own import OWN_PLAN_NOTE
@@ -85,6 +85,8 @@ def plan_command(run_file: RunFile, overrides: Overrides = EMPTY, as_json: Json 
         plans = read_plan(run_file), read_plan(against)
         console.print(diff_table(diff(*plans), names=(run_file.name, against.name)), highlight=False)
         return
+    if html is not None:
+        check_writable(html)
     loaded = load_traced(run_file, overrides)
     request = loaded.config.parallel
     if other is not None:

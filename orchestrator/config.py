@@ -25,6 +25,7 @@ from orchestrator.datasets import data_problems
 
 # A value, a list of values to choose from, or "auto": every legal one. `check` reads what OmegaConf has no type for.
 Choice = Any
+_RUN = re.compile(r"[^\W_][\w.-]{0,99}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,8 +153,9 @@ def check(config: RunConfig) -> list[Problem]:
     for section in ("model", "training", "data"):
         if getattr(config, section) is None and not config.lays_itself_out:
             refuse(section, None, "is missing; give it, or a `command:` or `entrypoint:` of your own")
-    if not config.run or "/" in config.run or config.run.startswith("."):
-        refuse("run", config.run, "must be a plain name: it names the run's directory")
+    if not _RUN.fullmatch(config.run):
+        refuse("run", config.run, "must be a plain name of letters, digits, - _ and . (100 at most): it names the run's "
+               "directory")
     if config.cluster.gpu not in GPUS:
         refuse("cluster.gpu", config.cluster.gpu, f"is unknown; {suggest(config.cluster.gpu, GPUS)}")
     found += number_problems(dataclasses.replace(config, parallel=ParallelRequest()))

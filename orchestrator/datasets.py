@@ -64,15 +64,16 @@ def _weight_problems(data: DataSpec) -> list[Problem]:
 # ------------------------------------------------------------------ the same data from the first attempt to the last
 def record_files(data: DataSpec, folder: Path) -> None:
     """Write down what the token files are that a run begins with."""
-    files = {source.path: to_dict(read_info(Path(source.path))) for source in with_token_files(data, folder).all_sources}
+    paths = [source.path for source in with_token_files(data, folder).all_sources]
+    files = {path: to_dict(read_info(Path(path))) for path in paths}
     (folder / FILES).write_text(json.dumps(files, indent=1) + "\n")
 
 
 def refuse_changed_files(data: DataSpec, folder: Path) -> None:
     """Raises SpecError where a file is not the one that the run began with: it would go on with other samples."""
     if not (folder / FILES).is_file():
-        raise SpecError([Problem(where="data", value=str(folder / FILES), message="is missing: this run was prepared by "
-                                 "another version; start a run of another name")])
+        raise SpecError([Problem(where="data", value=str(folder / FILES), message="is missing: this run was prepared "
+                                 "by another version; start a run of another name")])
     recorded = json.loads((folder / FILES).read_text())
     for (where, _), source in zip(named_sources(data), with_token_files(data, folder).all_sources):
         before, now = from_dict(TokensInfo, recorded[source.path]), read_info(Path(source.path))

@@ -188,9 +188,10 @@ def _instantiate(config: DictConfig, layers: list[Layer], problems: list[Problem
 
 
 def _origin_of(key: str, layers: typing.Sequence[Layer]) -> str:
-    """Where `key` was written; of a list's item, where the list was."""
+    """Where `key` was written; of a list's item, where the list was; of a mapping, where its first key was."""
     key = key.partition("[")[0]
-    return next((layer.origins[key] for layer in reversed(layers) if key in layer.origins), "")
+    return next((layer.origins[name] for layer in reversed(layers) for name in layer.origins
+                 if name == key or name.startswith(f"{key}.")), "")
 
 
 def _raise_any(problems: list[Problem]) -> None:

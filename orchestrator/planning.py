@@ -69,7 +69,7 @@ def read_plan(path: Path) -> Plan:
     file = path / "plan.json" if path.is_dir() else path
     try:
         return plan_from_dict(json.loads(read_text(file, limit_kib=64 * 1024)))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, SpecError):
             raise
         raise SpecError([Problem(where="plan", value=str(file), message=f"cannot be read as a plan: {error}; `orc plan "

@@ -22,11 +22,15 @@ OWN_PLAN_NOTE = ("an own model: parameters, FLOPs and bytes are counted from its
 def make_own_plan(config: RunConfig) -> Plan:
     """Raises SpecError: what the user's code or plan table gets wrong, or why no layout is possible."""
     request = config.parallel
-    degrees = request.options("tp") or divisors(config.cluster.gpus_per_node)
-    question = OwnQuestion(model=config.model, profile=measure(config, degrees), training=config.training,
-                           cluster=config.cluster, headroom=config.memory.headroom)
+    question = own_question(config, request.options("tp") or divisors(config.cluster.gpus_per_node))
     return plan_own(question, request=request, num_nodes=config.cluster.num_nodes - config.placement.spares,
                     allow_tp_across_nodes=config.placement.allow_tp_across_nodes)
+
+
+def own_question(config: RunConfig, degrees: Iterable[int]) -> OwnQuestion:
+    """The run's model, measured at these degrees of tp. Raises SpecError."""
+    return OwnQuestion(model=config.model, profile=measure(config, degrees), training=config.training,
+                       cluster=config.cluster, headroom=config.memory.headroom)
 
 
 def measure(config: RunConfig, degrees: Iterable[int]) -> OwnProfile:

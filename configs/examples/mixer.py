@@ -1,7 +1,8 @@
 """An own model: blocks that mix tokens by causal convolution, by moving averages and by attention, in plain PyTorch.
 
 `build` is what a run names as `model.entrypoint`; see docs/bring_your_own_model.md. Nothing here is parallel. What
-tensor parallelism asks of it is that a module inside a split infers how many heads or channels it has from what it is given.
+tensor parallelism asks of it is that a module inside a split infers how many heads or channels it has from what it is
+given.
 """
 import torch
 import torch.nn as nn

@@ -43,8 +43,8 @@ def list_files(inputs: list[str]) -> list[Path]:
         path = Path(name).expanduser()
         inside = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
         if not path.exists():
-            problems.append(Problem(where="INPUT", value=name, message="does not exist; give text or JSON lines, as files "
-                                    "or folders"))
+            problems.append(Problem(where="INPUT", value=name, message="does not exist; give text or JSON lines, as "
+                                    "files or folders"))
         elif not inside:
             problems.append(Problem(where="INPUT", value=name, message="is a folder without a file; give another"))
         found += inside

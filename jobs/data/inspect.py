@@ -41,6 +41,10 @@ def describe(file: TokenFile) -> str:
 def check(file: TokenFile) -> str:
     """Read everything. Raises SpecError if it is not what its description says."""
     checksum, largest, info = 0, 0, file.info
+    for start in range(0, len(file.offsets), BLOCK):
+        if (np.diff(file.offsets[start:start + BLOCK + 1]) < 0).any():
+            raise SpecError([Problem(where="PREFIX", value=str(file.path), message="has sequences that do not lie in "
+                                     "the order of its index: documents cannot be told apart; make it again")])
     for start in range(0, info.num_tokens, BLOCK):
         window = file.window(start, BLOCK)
         checksum = zlib.crc32(window.astype(info.dtype).tobytes(), checksum)

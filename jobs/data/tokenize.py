@@ -8,6 +8,7 @@ does not depend on the number of workers; only a few pieces of text are in memor
 import argparse
 import functools
 import hashlib
+import multiprocessing
 import os
 import signal
 import sys
@@ -25,6 +26,7 @@ import numpy as np
 from jobs.data.corpus import Piece, documents_of, list_files, read_pieces
 from jobs.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from jobs.data.writer import TokenWriter
+from jobs.process import die_with_parent
 from jobs.spec.load import Problem, SpecError
 from jobs.spec.tokens import TokensInfo, index_path
 
@@ -103,7 +105,7 @@ def _encoded(pieces: Iterable[Piece], *, recipe: Recipe, workers: int) -> Iterat
         yield from (_encode(piece, recipe) for piece in pieces)
         return
     waiting: deque[Future[Encoded]] = deque()
-    pool = ProcessPoolExecutor(workers, initializer=_start_worker)
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _start_worker, (os.getpid(),))
     try:
         for piece in pieces:
             waiting.append(pool.submit(_encode, piece, recipe))
@@ -118,7 +120,8 @@ def _encoded(pieces: Iterable[Piece], *, recipe: Recipe, workers: int) -> Iterat
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _start_worker() -> None:
+def _start_worker(parent_pid: int) -> None:
+    die_with_parent(parent_pid)  # killed, the parent cannot end its pool
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
@@ -161,7 +164,8 @@ def main(arguments: list[str]) -> int:
         tokenizer = load_tokenizer(asked.tokenizer, eod_token=asked.eod_token, needs_eod=asked.append_eod)
         recipe = Recipe(tokenizer=asked.tokenizer, eod_token=asked.eod_token, append_eod=asked.append_eod,
                         field=asked.jsonl_field, dtype=dtype_for(tokenizer.vocab_size))
-        info = tokenize(asked.inputs, out, recipe=recipe, tokenizer=tokenizer, workers=asked.workers,
+        workers = asked.workers or (1 if asked.tokenizer == BYTES else len(os.sched_getaffinity(0)))
+        info = tokenize(asked.inputs, out, recipe=recipe, tokenizer=tokenizer, workers=workers,
                         skip_bad=asked.skip_bad, say=lambda line: print(line, file=sys.stderr, flush=True))
     except SpecError as error:
         print("\n".join(f"orc: {problem}" for problem in error.problems), file=sys.stderr)
@@ -190,8 +194,8 @@ def _parser() -> argparse.ArgumentParser:
                         help="end each document with a token of its own (the default)")
     parser.add_argument("--eod-token", help="the one that ends a document; needed where a tokenizer has several "
                         "special tokens")
-    parser.add_argument("--workers", type=_positive, default=len(os.sched_getaffinity(0)),
-                        help="processes that tokenize (%(default)s)")
+    parser.add_argument("--workers", type=_positive, help="processes that tokenize (one per CPU; for bytes, which are "
+                        "made faster than they are passed on, one)")
     parser.add_argument("--skip-bad", action="store_true", help="leave out lines and files that are no text")
     parser.add_argument("--overwrite", action="store_true", help="replace what is there")
     return parser

@@ -47,34 +47,29 @@ def block_gradients(block: Block, grad: Tensor, q: Tensor, k: Tensor, v: Tensor,
         total[:, :, where] += part
 
 
-def _fused(q: Tensor, v: Tensor, *, rule: Rule, masked: bool) -> bool:
-    """Whether a fused kernel computes this. None caps scores or drops weights as `Rule.kept` does, and all want one
-    head size; CUDA's also wants 16-bit elements, no mask but the causal one, and heads of a multiple of 8 up to 256."""
-    if rule.kind.softcap is not None or rule.drops or q.shape[-1] != v.shape[-1]:
-        return False
-    if q.device.type == "cpu":
-        return True
-    return q.dtype in (torch.bfloat16, torch.float16) and not masked and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-
-
-def _mask(block: Block, q: Tensor, *, rule: Rule) -> tuple[bool, Tensor | None]:
-    """Whether the mask is the causal one from corner to corner, else the mask, bool [batch or 1, 1, queries, keys]; none
-    where everything is visible."""
-    if rule.is_triangle(block):
-        return True, None
+def _mask(block: Block, q: Tensor, v: Tensor, *, rule: Rule) -> tuple[bool, bool, Tensor | None]:
+    """Whether a fused kernel computes this, whether with its own causal mask, and else the mask, bool [batch or 1,
+    queries, keys]; none where everything is visible. No kernel caps scores or drops weights as `Rule.kept` does, and
+    all want one head size; CUDA's also wants 16-bit elements, no mask but the causal one, and heads of a multiple of 8
+    up to 256."""
+    size, on_cpu = q.shape[-1], q.device.type == "cpu"
+    fused = rule.kind.softcap is None and not rule.drops and size == v.shape[-1] and (
+        on_cpu or (q.dtype in (torch.bfloat16, torch.float16) and size % 8 == 0 and size <= 256))
+    if fused and rule.is_triangle(block):
+        return True, True, None
     seen = rule.visible(block, device=q.device)
-    return False, None if seen is None else seen[:, None]
+    return fused and (on_cpu or seen is None), False, seen
 
 
 def _forward(block: Block, q: Tensor, k: Tensor, v: Tensor, *, rule: Rule) -> tuple[Tensor, Tensor]:
-    causal, seen = _mask(block, q, rule=rule)
-    if not _fused(q, v, rule=rule, masked=seen is not None):
-        return _written_out(block, q, k, v, rule=rule)
+    fused, causal, seen = _mask(block, q, v, rule=rule)
+    if not fused:
+        return _written_out(block, seen, q, k, v, rule=rule)
     if q.device.type == "cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=rule.kind.scale,
                                                                     attn_mask=_addends(seen, q))
         # the kernel gives 0 for a query that sees no key
-        return out, lse if seen is None else lse.masked_fill(~seen.any(dim=-1), -torch.inf)
+        return out, lse if seen is None else lse.masked_fill(~seen.any(dim=-1)[:, None], -torch.inf)
     out, lse, *_ = aten._scaled_dot_product_flash_attention(q, *_for_each_head(q, k, v), 0.0, causal,
                                                             scale=rule.kind.scale)
     return out, lse
@@ -82,24 +77,25 @@ def _forward(block: Block, q: Tensor, k: Tensor, v: Tensor, *, rule: Rule) -> tu
 
 def _backward(block: Block, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *,
               rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
-    causal, seen = _mask(block, q, rule=rule)
-    if not _fused(q, v, rule=rule, masked=seen is not None):
-        return _gradients_written_out(block, grad, q, k, v, out, lse, rule=rule)
+    fused, causal, seen = _mask(block, q, v, rule=rule)
+    if not fused:
+        return _gradients_written_out(block, seen, grad, q, k, v, out, lse, rule=rule)
     grad, out, lse = grad.contiguous(), out.contiguous(), lse.contiguous()
     if q.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, attn_mask=_addends(seen, q), scale=rule.kind.scale)
-    no_dropout = torch.empty((), dtype=torch.int64, device=q.device)  # the state of a generator that is not used
+    # seed and offset of a generator that is not used, as its forward would give them
+    seed, offset = (torch.empty(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ()))
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-        grad, q, *_for_each_head(q, k, v), out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, no_dropout,
-        no_dropout, scale=rule.kind.scale)
+        grad, q, *_for_each_head(q, k, v), out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, offset,
+        scale=rule.kind.scale)
     groups = q.shape[1] // k.shape[1]
     return dq, *(t.unflatten(1, (-1, groups)).sum(dim=2) for t in (dk, dv))
 
 
 def _addends(seen: Tensor | None, q: Tensor) -> Tensor | None:
     """A mask as the CPU's kernel takes it."""
-    return None if seen is None else q.new_zeros(()).masked_fill(~seen, -torch.inf)
+    return None if seen is None else q.new_zeros(()).masked_fill(~seen[:, None], -torch.inf)
 
 
 def _for_each_head(q: Tensor, *keys: Tensor) -> tuple[Tensor, ...]:
@@ -108,18 +104,18 @@ def _for_each_head(q: Tensor, *keys: Tensor) -> tuple[Tensor, ...]:
 
 
 # ------------------------------------------------------------------ without a fused kernel: keeps no scores either
-def _scores(block: Block, q: Tensor, k: Tensor, *, rule: Rule) -> Tensor:
+def _scores(seen: Tensor | None, q: Tensor, k: Tensor, *, rule: Rule) -> Tensor:
     """Capped, masked scores [batch, kv heads, groups, queries, keys]"""
     q, k = q.to(wide(q)).unflatten(1, (k.shape[1], -1)), k.to(wide(k))
     scores = q @ k[:, :, None].transpose(-1, -2) * rule.kind.scale
     if rule.kind.softcap is not None:
         scores = rule.kind.softcap * torch.tanh(scores / rule.kind.softcap)
-    seen = rule.visible(block, device=q.device)
     return scores if seen is None else scores.masked_fill(~seen[:, None, None], -torch.inf)
 
 
-def _written_out(block: Block, q: Tensor, k: Tensor, v: Tensor, *, rule: Rule) -> tuple[Tensor, Tensor]:
-    scores = _scores(block, q, k, rule=rule)
+def _written_out(block: Block, seen: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *,
+                 rule: Rule) -> tuple[Tensor, Tensor]:
+    scores = _scores(seen, q, k, rule=rule)
     lse = scores.logsumexp(dim=-1)  # −∞ where no key is visible
     weights = (scores - lse.masked_fill(lse.isinf(), 0.0)[..., None]).exp()
     kept = rule.kept(block, num_heads=q.shape[1], dtype=weights.dtype)
@@ -128,10 +124,10 @@ def _written_out(block: Block, q: Tensor, k: Tensor, v: Tensor, *, rule: Rule) -
     return (weights @ v.to(wide(v))[:, :, None]).flatten(1, 2), lse.flatten(1, 2)
 
 
-def _gradients_written_out(block: Block, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *,
-                           rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients_written_out(block: Block, seen: Tensor | None, grad: Tensor, q: Tensor, k: Tensor, v: Tensor,
+                           out: Tensor, lse: Tensor, *, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
     shape = (k.shape[1], -1)
-    scores = _scores(block, q, k, rule=rule)
+    scores = _scores(seen, q, k, rule=rule)
     weights = (scores - lse.unflatten(1, shape)[..., None]).exp()
     grad, out = (t.to(wide(t)).unflatten(1, shape) for t in (grad, out))
     of_weights = grad @ v.to(wide(v))[:, :, None].transpose(-1, -2)

@@ -74,8 +74,8 @@ def _refuse(model: nn.Module) -> None:
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, Tensor):
-                problems.append(f"{path or type(model).__name__}.{name} is a tensor but neither parameter nor buffer; use "
-                                "register_buffer")
+                problems.append(f"{path or type(model).__name__}.{name} is a tensor but neither parameter nor buffer; "
+                                "use register_buffer")
         for name, parameter in module.named_parameters(recurse=False):
             first = owner.setdefault(parameter, f"{path}.{name}")
             if first != f"{path}.{name}":

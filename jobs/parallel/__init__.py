@@ -186,7 +186,7 @@ def _build_part(spec: ModelSpec, *, mesh: DeviceMesh, expert_mesh: DeviceMesh | 
                            is_last=stage == layout.num_stages - 1)
     if layout.dims.tp > 1:
         apply_tensor_parallel(part, mesh=mesh["tp"], sequence_parallel=layout.sequence_parallel,
-                              regather=False)
+                              regather=layout.recompute == "none")
     apply_expert_parallel(part, mesh=mesh, expert_mesh=expert_mesh)
     if layout.dims.cp > 1:
         apply_context_parallel(part, mesh=mesh["cp"], method=layout.cp_method)

@@ -3,7 +3,9 @@
 Built by jobs.parallel where nothing, or only the optimizer's state, is sharded. Every rank computes with whole
 weights in param_dtype; the optimizer updates float32 *masters*: this rank's rows of them under ZeRO-1, the weights
 themselves where they are float32. A bucket is a unit of jobs.parallel.data, so messages are as many and as large as
-there. Gradients are *summed*: the loss has already been divided by the global token count.
+there. A gradient moves into its bucket's message as soon as a backward pass has it, while it is in cache, and is dropped:
+the message is where microbatches are summed, and gradients exist once. Over data-parallel ranks they are *summed*: the
+loss has already been divided by the global token count.
 
 Collectives, once per step and unit; P = the unit's weights / tp in param_dtype, G = the same in reduce_dtype, rows
 rounded up to a multiple of fsdp = dp_shard·cp:
@@ -13,6 +15,7 @@ rounded up to a multiple of fsdp = dp_shard·cp:
     all_reduce       dp_replicate   G/fsdp   behind it: when the next unit's reduction starts, or at the end
     all_gather       fsdp           P        after the update, waited for where the unit is used next
 """
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -40,12 +43,24 @@ class Master:
         mine = self.whole.narrow(0, first, min(self.padded_rows, rows - first))
         self.shares_storage = mine.dtype == torch.float32
         self.local = mine if self.shares_storage else torch.empty_like(mine, dtype=torch.float32)
-        self.numel = self.padded_rows * self.whole[0].numel()  # in a bucket, padding included
+        self.numel = self.padded_rows * self.whole[0].numel()  # of one shard in a bucket, padding included
+        self.at = 0  # where they begin; its bucket says
         self._mesh, self._placements = _placed(weight, shards=shards, replicas=replicas)
         if self.shares_storage and num_shards == replicas.size() == 1:
             self.parameter = weight
         else:
             self.parameter = nn.Parameter(self.wrap(self.local))
+
+    def rows_in(self, buffer: Tensor, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Where in its bucket's `buffer`, [shards, numel], the rows of `whole`, of the weight's shape, lie: row r with
+        shard r // padded_rows. Pairs of views that cover `whole`."""
+        part, rows = buffer[:, self.at:self.at + self.numel], whole.shape[0]
+        if rows == len(part) * self.padded_rows:
+            yield part, whole.reshape(len(part), -1)
+            return
+        for shard in range(-(-rows // self.padded_rows)):
+            here = whole[shard * self.padded_rows:(shard + 1) * self.padded_rows]
+            yield part[shard, :here.numel()], here.reshape(-1)
 
     def wrap_gradient(self, local: Tensor) -> Tensor:
         """As `wrap`. DTensor.from_local goes through autograd and checks the mesh: 6% of a small model's step."""
@@ -86,12 +101,41 @@ class _Bucket:
         self.masters = masters
         self.shards = shards
         self.replicas = replicas
-        self.numel = sum(master.numel for master in masters)
+        self.numel = 0  # of one shard's part of the buffers
+        for master in masters:
+            master.at, self.numel = self.numel, self.numel + master.numel
         self.waiting = 0  # backward passes of its weights still to come in this step
+        self.summed: Tensor | None = None  # this step's gradients so far, [fsdp, numel]
         self.reduced: Tensor | None = None  # this rank's part of the sum, flat
         self.to_replicate = False  # still to be summed over replicas
         self.gathered: Tensor | None = None  # [fsdp, numel]
         self.work: list[Work] = []
+
+    def add(self, master: Master, grad: Tensor, *, dtype: torch.dtype) -> None:
+        """One backward pass's gradient of one weight."""
+        first = self.summed is None or master not in self._added
+        if self.summed is None:
+            self._begin(dtype)
+        for into, rows in master.rows_in(self.summed, grad):
+            into.copy_(rows) if first else into.add_(rows)
+        self._added.add(master)
+
+    def take(self, *, dtype: torch.dtype) -> Tensor:
+        """The whole message, [fsdp, numel]."""
+        if self.summed is None:
+            self._begin(dtype)
+        for master in self.masters:
+            if master not in self._added:  # no token of this rank has used it
+                self.summed[:, master.at:master.at + master.numel].zero_()
+        summed, self.summed = self.summed, None
+        return summed
+
+    def _begin(self, dtype: torch.dtype) -> None:
+        # zeroed only where a last shard has fewer rows: what is there is summed, too
+        padded = any(master.padded_rows * self.shards.size() > len(master.whole) for master in self.masters)
+        empty = torch.zeros if padded else torch.empty
+        self.summed = empty(self.shards.size(), self.numel, dtype=dtype, device=self.masters[0].whole.device)
+        self._added: set[Master] = set()
 
     def wait(self) -> None:
         while self.work:
@@ -102,15 +146,9 @@ class _Bucket:
         if self.gathered is None:
             return
         self.wait()
-        at = 0
         for master in self.masters:
-            part = self.gathered[:, at:at + master.numel]
-            rows, at = master.whole.shape[0], at + master.numel
-            for shard in range(part.shape[0]):
-                first = shard * master.padded_rows
-                here = master.whole[first:first + master.padded_rows]
-                if first < rows and not (master.shares_storage and shard == self.shards.get_local_rank()):
-                    here.copy_(part[shard, :here.numel()].view_as(here))
+            for mine, rows in master.rows_in(self.gathered, master.whole):
+                rows.copy_(mine)
         self.gathered = None
 
 
@@ -134,8 +172,9 @@ class Buckets:
     def __init__(self, units: list[Unit], *, num_backwards: int, reduce_dtype: torch.dtype) -> None:
         self._num_backwards = num_backwards
         self._reduce_dtype = reduce_dtype
-        self._sums: dict[nn.Parameter, Tensor] = {}  # float32 gradients of bfloat16 weights, over microbatches
+        self._sum_dtype = torch.float32 if num_backwards > 1 else reduce_dtype
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
+        self._master_of: dict[nn.Parameter, Master] = {}
         built = [self._build(unit) for unit in units]
         self.buckets = [bucket for bucket in built if bucket.masters]
         # Started in this order whatever the order in which gradients come: it must be the same on every rank.
@@ -147,7 +186,7 @@ class Buckets:
         masters = [Master(weight, shards=unit.shards, replicas=unit.replicas) for weight in dict.fromkeys(weights)]
         bucket = _Bucket(masters, shards=unit.shards, replicas=unit.replicas)
         for master in bucket.masters:
-            self._bucket_of[master.weight] = bucket
+            self._bucket_of[master.weight], self._master_of[master.weight] = bucket, master
             master.weight.register_post_accumulate_grad_hook(self.accumulated)
         for module in unit.modules:
             module.register_forward_pre_hook(bucket.unpack)
@@ -160,22 +199,20 @@ class Buckets:
 
     def master_of(self, weight: nn.Parameter) -> nn.Parameter:
         """What the optimizer updates in place of `weight`."""
-        return next(m.parameter for m in self._bucket_of[weight].masters if m.weight is weight)
+        return self._master_of[weight].parameter
 
     # -------------------------------------------------------------- gradients
     def held_gradients(self) -> list[Tensor]:
         """What this holds of gradients beside weight.grad: sums over microbatches, and parts that are reduced."""
-        return [*self._sums.values(), *(b.reduced for b in self.buckets if b.reduced is not None)]
+        return [held for b in self.buckets for held in (b.summed, b.reduced) if held is not None]
 
     def accumulated(self, weight: nn.Parameter) -> None:
         """One backward pass has added to weight.grad: autograd calls it, or a schedule that went round autograd."""
-        if weight.dtype != torch.float32 and self._num_backwards > 1 and weight.grad is not None:
-            grad, weight.grad = local_of(weight.grad), None
-            if weight in self._sums:
-                self._sums[weight] += grad
-            else:
-                self._sums[weight] = grad.float()
-        self._bucket_of[weight].waiting -= 1
+        bucket, grad = self._bucket_of[weight], weight.grad
+        if grad is not None:
+            bucket.add(self._master_of[weight], local_of(grad), dtype=self._sum_dtype)
+            weight.grad = None
+        bucket.waiting -= 1
         while self._started < len(self._order) and self._order[self._started].waiting <= 0:
             self._start()
 
@@ -187,11 +224,9 @@ class Buckets:
         for bucket in self._order:
             bucket.wait()
             reduced, bucket.reduced = bucket.reduced.float(), None
-            at = 0
             for master in bucket.masters:
-                grad = reduced[at:at + master.local.numel()].view_as(master.local)
+                grad = reduced[master.at:master.at + master.local.numel()].view_as(master.local)
                 master.parameter.grad = master.wrap_gradient(grad)
-                at += master.numel
         self._begin()
 
     def _start(self) -> None:
@@ -200,17 +235,14 @@ class Buckets:
         if self._started > 0:
             self._replicate(self._order[self._started - 1])
         self._started += 1
-        num_shards = bucket.shards.size()
-        flat = torch.empty(num_shards, bucket.numel, dtype=self._reduce_dtype, device=bucket.masters[0].whole.device)
-        with torch.no_grad():  # each gradient in num_shards blocks of rows, the last padded: row r goes to shard r
-            torch._chunk_cat([self._take(master) for master in bucket.masters], 0, num_shards, out=flat)
+        message = bucket.take(dtype=self._sum_dtype).to(self._reduce_dtype)
         bucket.to_replicate = bucket.replicas.size() > 1
-        if num_shards == 1:
-            bucket.reduced = flat.view(-1)
+        if bucket.shards.size() == 1:
+            bucket.reduced = message.view(-1)
             self._replicate(bucket)
         else:
-            bucket.reduced = flat.new_empty(bucket.numel)
-            bucket.work.append(reduce_scatter(bucket.reduced, flat, group=bucket.shards.get_group()))
+            bucket.reduced = message.new_empty(bucket.numel)
+            bucket.work.append(reduce_scatter(bucket.reduced, message, group=bucket.shards.get_group()))
 
     def _replicate(self, bucket: _Bucket) -> None:
         """The second half of a reduction: its result is summed over replicas."""
@@ -218,12 +250,6 @@ class Buckets:
             bucket.to_replicate = False
             bucket.wait()
             bucket.work.append(dist.all_reduce(bucket.reduced, group=bucket.replicas.get_group(), async_op=True))
-
-    def _take(self, master: Master) -> Tensor:
-        grad, master.weight.grad = master.weight.grad, None
-        if (total := self._sums.pop(master.weight, None)) is not None:
-            return total
-        return torch.zeros_like(master.whole) if grad is None else local_of(grad)
 
     # -------------------------------------------------------------- weights
     @torch.no_grad()
@@ -241,10 +267,8 @@ class Buckets:
     def _gather(self, bucket: _Bucket) -> None:
         whole = bucket.masters[0].whole
         mine = torch.empty(bucket.numel, dtype=whole.dtype, device=whole.device)
-        at = 0
         for master in bucket.masters:
-            mine[at:at + master.local.numel()].copy_(master.local.reshape(-1))
-            at += master.numel
+            mine[master.at:master.at + master.local.numel()].copy_(master.local.reshape(-1))
         bucket.gathered = mine.new_empty(bucket.shards.size(), bucket.numel)
         bucket.work.append(dist.all_gather_single(bucket.gathered.view(-1), mine, group=bucket.shards.get_group(),
                                                   async_op=True))

@@ -42,6 +42,10 @@ def apply_recompute(layers: Iterable[nn.Module], *, recompute: Recompute, compil
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # dropout's numbers come from keys
     if recompute == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+    if compiled:
+        # A number of a layer's own, such as its site of dropout, is an input and no reason to compile again: behind
+        # eight compilations of one function torch gives up, with a warning, and runs the other layers as they are.
+        torch._dynamo.config.allow_unspec_int_on_nn_module = True
     for layer in layers:
         forward = layer.forward
         if compiled and recompute != "selective":

@@ -26,8 +26,9 @@ class Sequences:
     @classmethod
     def of(cls, spec: ModelSpec, *, slots: range, global_batch_size: int, seed: int,
            device: torch.device) -> "Sequences":
-        return cls(slots=slots, global_batch_size=global_batch_size, seed=seed, with_keys=spec.dropout > 0 or spec.attention_dropout > 0,
-                   with_weights=spec.moe is not None, device=device)
+        return cls(slots=slots, global_batch_size=global_batch_size, seed=seed,
+                   with_keys=spec.dropout > 0 or spec.attention_dropout > 0, with_weights=spec.moe is not None,
+                   device=device)
 
     def at(self, step: int, *, documents: Tensor | None = None) -> dict[str, Tensor]:
         """Arguments of Transformer.forward by name, [len(slots), …] each; those only that the model needs."""

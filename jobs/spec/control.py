@@ -10,8 +10,8 @@ import hmac
 import json
 from dataclasses import dataclass
 
-from jobs.spec.events import (CheckpointSaved, FaultInjected, NodeSample, RankError, RankExit, RankFinished, ShardReport,
-                              StepReport)
+from jobs.spec.events import (CheckpointSaved, FaultInjected, NodeSample, RankError, RankExit, RankFinished,
+                              ShardReport, StepReport)
 from jobs.spec.job import JobSpec, RankSlot
 
 

@@ -27,8 +27,18 @@ class Problem:
 
     def __str__(self) -> str:
         origin = f"  ({self.origin})" if self.origin else ""
-        value = "" if self.value is None else f"{self.value!r} "
-        return f"{self.where}: {value}{self.message}{origin}"
+        value = "" if self.value is None else f"{brief(self.value)} "
+        where = self.where if self.where.isprintable() and len(self.where) <= 200 else brief(self.where)
+        return f"{where}: {value}{self.message}{origin}"
+
+
+def brief(value: Any, *, most: int = 200) -> str:
+    """A value as an error quotes it: one line, and no longer than a person reads."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError) as error:  # an integer of more digits than Python prints; a bottomless list
+        return f"({type(value).__name__}: {error})"[:most]
+    return text if len(text) <= most else f"{text[:most // 2]} … {text[-most // 4:]}"
 
 
 class SpecError(ValueError):

@@ -24,14 +24,16 @@ class EvenRouting(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is aten.bincount.default:
             return self._count(args[0], kwargs.get("minlength", args[2] if len(args) > 2 else 0))
+        if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            return _grouped(func, args, kwargs)
         if func.namespace == "c10d":
             return self._exchange(func, args, kwargs)
         tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
         if not tensors or not all(t in self._known for t in tensors):
-            out = func(*args, **kwargs)
-            return out
+            return func(*args, **kwargs)
+        known = self._known.get
         with _disable_current_modes():
-            values = func(*tree_map_only(Tensor, self._known.get, args), **tree_map_only(Tensor, self._known.get, kwargs))
+            values = func(*tree_map_only(Tensor, known, args), **tree_map_only(Tensor, known, kwargs))
         if not isinstance(values, Tensor | list | tuple):
             return values  # .item()
         outs = func(*args, **kwargs)
@@ -52,3 +54,9 @@ class EvenRouting(TorchDispatchMode):
         if func.overloadpacket.__name__ == "alltoall_base_" and tensors[1] in self._known:
             self._known[tensors[0]] = self._known[tensors[1]]  # every rank sends what this one sends
         return out
+
+
+def _grouped(func, args: tuple, kwargs: dict) -> Tensor:
+    """The CPU's kernel multiplies float32, too; only what knows its shapes without values insists on bfloat16."""
+    first, second = (torch.empty_like(t, dtype=torch.bfloat16) for t in args[:2])
+    return args[0].new_empty(func(first, second, *args[2:], **kwargs).shape)

@@ -25,7 +25,7 @@ class BlockShape:
     gated_ffn: bool = True  # SwiGLU; False is GELU
     dropout: bool = False  # one byte per masked element
     flash_attention: bool = True  # False keeps the s×s scores: the 5·a·s²·b term
-    regathers_inputs: bool = False  # Megatron's sequence parallelism gathers the projections' inputs again in backward
+    regathers_inputs: bool = False  # sequence parallelism gathers the projections' inputs again in the backward
     # False is torch's RMSNorm on CPU, a chain of kernels: it keeps its input and the normalised input in float32.
     fused_norms: bool = True
     fused_gate: bool = False  # a compiled gate keeps its two inputs, and its product for the next matmul
@@ -42,7 +42,7 @@ class BlockShape:
 
 def block_shape(model: ModelSpec, *, microbatch_size: int, seq_len: int, element_bytes: int, device: Device,
                 layer: int = 0, software: Software = OURS) -> BlockShape:
-    """A block of this model. Our tensor parallelism keeps the gathered inputs of the projections."""
+    """A block of this model."""
     head, latent, value = model.head_size, 0, None
     if model.mla is not None:
         head = model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim

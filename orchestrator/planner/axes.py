@@ -14,6 +14,7 @@ from orchestrator.planner.plan import AxisEffect
 from orchestrator.planner.question import Question, divisors
 from orchestrator.planner.reasons import EQUAL, against_request, reject, too_big_by
 from orchestrator.planner.refusals import question_problems
+from orchestrator.planner.rules import ep_group_problems
 from orchestrator.planner.search import Group, Search
 
 AXES = ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate")
@@ -34,6 +35,8 @@ def _holds(axis: str, many: bool) -> Callable[[Layout], bool]:
 
 
 def _may(axis: str, many: bool) -> Callable[[Shape], bool]:
+    if axis == "dp_shard" and not many:  # experts are then carved out of cp × tp alone
+        return lambda shape: not ep_group_problems(shape.ep, dp_shard=1, cp=shape.cp, tp=shape.tp)
     if axis.startswith("dp_"):
         return lambda shape: shape.dp > 1 or not many
     return lambda shape: (getattr(shape, axis) > 1) == many

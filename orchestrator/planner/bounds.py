@@ -1,4 +1,4 @@
-"""Times and sizes that no layout of a part of the space can beat: what lets the search leave the part closed.
+"""Times that no layout of a part of the space can beat: what lets the search leave the part closed.
 
 Called by the search. Bounds are put together from the cost model's own figures, of which they take fewer: compute
 and the communication of tp, cp and ep, one layer at a time; the pipeline of these alone; reductions and gathers of
@@ -8,10 +8,9 @@ import functools
 import math
 from typing import NamedTuple
 
-from jobs.spec.parallel import V_SCHEDULES, ZERO_BUBBLE_SCHEDULES, Layout, ParallelDims
+from jobs.spec.parallel import ZERO_BUBBLE_SCHEDULES, Layout, ParallelDims
 from jobs.spec.training import DTYPE_BYTES
 from orchestrator.planner import constants
-from orchestrator.planner.activations import block_activation_bytes, block_shape
 from orchestrator.planner.compute import chip_of, layer_times, optimizer_s, shape_of
 from orchestrator.planner.links import collective_s, placed_group, send_recv_s
 from orchestrator.planner.question import Question
@@ -19,13 +18,12 @@ from orchestrator.planner.software import OURS
 from orchestrator.planner.parts import Pass, Shape, Variant
 from orchestrator.planner.stages import stage_cost
 from orchestrator.planner.timeline import StageTimes, lower_bound_s
-from orchestrator.planner.weights import ends_params, expert_weights, layer_kinds, layer_weights, like_layers
+from orchestrator.planner.weights import dense_weights, ends_params, layer_kinds, layer_weights, like_layers
 
 ROUNDING = 1 - 1e-9  # bounds add the same figures as prices, in another order
 # Rank r waits for r stages of as many as there are: on the mean half of them, less where the split is uneven.
 MEAN_WAIT = 0.4
 EDGE_SHARE = 0.99  # of a unit's collective: that of a unit's weights alone is a little less than its share of all
-STATE_BYTES = 12  # per parameter: float32 master and two moments, however they are sharded
 
 
 class Sharding(NamedTuple):
@@ -62,12 +60,10 @@ class Bounds:
         self._counts = kinds
         self._kind_s = functools.cache(self._kind_seconds)
         self.stage_s = functools.cache(self._stage_s)
-        self.kept_bytes = functools.cache(self._kept_bytes)
         self._compute_s = functools.cache(self._compute_seconds)
         self._covers = functools.cache(self._cover_seconds)
         self._split_stages = functools.cache(self._stages_of)
-        self._weights = functools.cache(self._dense_weights)
-        self._experts = functools.cache(self._expert_weights)
+        self._weights = functools.cache(lambda tp: dense_weights(self.model, tp=tp))
         self.rest = functools.cache(self._rest)
         self._least_rest = functools.cache(self._least_of)
 
@@ -85,8 +81,8 @@ class Bounds:
     def rough_s(self, shape: Shape, variant: Variant, one: Pass) -> float:
         """Of the step, at a glance: the mean rank's work with the mean rank's wait for the first microbatch, or one
         microbatch's way through all stages."""
-        forward_s, backward_s, weights_s, ends_s = self._covers(one)
         split = variant.schedule in ZERO_BUBBLE_SCHEDULES
+        forward_s, backward_s, weights_s, ends_s = self._covers(one._replace(splits_backward=split and one.tp > 1))
         through_s = forward_s + backward_s
         waits_s = (forward_s if split else through_s) - ends_s
         fill_s = MEAN_WAIT * max(0.0, waits_s) * (shape.pp - 1) / (shape.pp * variant.virtual_stages)
@@ -133,7 +129,8 @@ class Bounds:
         return Rest(*map(min, seconds), max(kept))
 
     def stages(self, shape: Shape, variant: Variant, one: Pass) -> tuple[StageTimes, ...]:
-        return self._split_stages(one, shape.pp, variant.layers_per_stage)
+        split = one.tp > 1 and variant.schedule in ZERO_BUBBLE_SCHEDULES
+        return self._split_stages(one._replace(splits_backward=split), shape.pp, variant.layers_per_stage)
 
     def _stages_of(self, one: Pass, pp: int, layers_per_stage: tuple[int, ...]) -> tuple[StageTimes, ...]:
         send_s = self._send_s(pp, one)
@@ -175,6 +172,7 @@ class Bounds:
 
     def _layout(self, one: Pass, dims: ParallelDims, split: tuple[int, ...]) -> Layout:
         return Layout(dims=dims, microbatch_size=one.microbatch_size, num_microbatches=1, layers_per_stage=split,
+                      schedule="interleaved_zero_bubble" if one.splits_backward else "1f1b",
                       recompute=one.recompute, zero_stage=2, sequence_parallel=one.sequence_parallel,
                       cp_method=one.cp_method)
 
@@ -205,17 +203,6 @@ class Bounds:
                            cluster=self.question.cluster)
 
     # -------------------------------------------------------------- data parallelism
-    def _dense_weights(self, tp: int) -> int:
-        """Of the whole model but its experts, on one tp rank."""
-        dims = ParallelDims(tp=tp)
-        layers = sum(count * layer_weights(self.model, layer, dims=dims).dense for layer, count in self._counts)
-        return layers + ends_params(self.model, tp=tp, first=True, last=True)
-
-    def _expert_weights(self, tp: int, ep: int) -> float:
-        """Of the experts of all layers that one rank computes with."""
-        return sum(count * expert_weights(self.model, layer, dims=ParallelDims(tp=tp, ep=ep))
-                   for layer, count in self._counts)
-
     def _rest(self, dims: ParallelDims, layers_per_unit: int) -> Rest:
         cluster = self.question.cluster
         weights = self._weights(dims.tp) / dims.pp
@@ -238,47 +225,6 @@ class Bounds:
         """Dense weights of the lightest layer on one tp rank."""
         dims = ParallelDims(tp=tp)
         return min(layer_weights(self.model, layer, dims=dims).dense for layer, _ in self._counts)
-
-    # -------------------------------------------------------------- memory
-    def least_bytes(self, shape: Shape, one: Pass) -> float:
-        """That the heaviest rank needs: its share of the states, sharded over all that there are to shard over, one
-        microbatch's activations, and in a pipeline the weights that its forward is computed with."""
-        return self._least_states(shape) + self.kept_bytes(one) / shape.pp
-
-    def held_bytes(self, shape: Shape, variant: Variant, one: Pass) -> float:
-        """As least_bytes, of the first rank, which holds microbatches until the first comes back."""
-        if shape.pp == 1 or variant.schedule in V_SCHEDULES:
-            return self.least_bytes(shape, one)
-        pp, m, chunks = shape.pp, variant.num_microbatches, variant.virtual_stages
-        per_round = m // max(1, m // pp)
-        ahead = {"gpipe": chunks * m, "1f1b": pp, "interleaved_1f1b": (chunks - 1) * per_round + 2 * (pp - 1) + 1,
-                 "interleaved_zero_bubble": (chunks - 1) * per_round + pp}[variant.schedule]
-        layers = min(variant.layers_per_stage[::pp])  # of the first rank's stages, the shortest
-        kept = self.kept_bytes(one) / self.model.num_layers if len(self._counts) == 1 else self._lightest_layer(one)
-        return self._least_states(shape) + min(ahead, chunks * m) * layers * kept
-
-    def _least_states(self, shape: Shape) -> float:
-        dense, experts = self._weights(shape.tp) / shape.pp, self._experts(shape.tp, shape.ep) / shape.pp
-        computed = self._element * (dense + experts) if shape.pp > 1 and self._element < 4 else 0.0
-        ranks = shape.dp * shape.cp
-        return STATE_BYTES * (dense / ranks + experts * shape.ep / (ranks * shape.tp)) + computed
-
-    def _lightest_layer(self, one: Pass) -> float:
-        return min(self._kept_by_kind(one).values())
-
-    def _kept_bytes(self, one: Pass) -> float:
-        """Activations of all layers, one microbatch."""
-        return sum(count * self._kept_by_kind(one)[layer] for layer, count in self._counts)
-
-    def _kept_by_kind(self, one: Pass) -> dict[int, float]:
-        found = {}
-        for layer, _ in self._counts:
-            block = block_shape(self.model, microbatch_size=one.microbatch_size, layer=layer,
-                                seq_len=self.question.training.seq_len // one.cp, element_bytes=self._element,
-                                device=self.question.cluster.device)
-            found[layer] = block_activation_bytes(block, tp=one.tp, sequence_parallel=one.sequence_parallel,
-                                                  recompute=one.recompute)
-        return found
 
 
 def _beyond(told_s: float, cover_s: float, edge_s: float) -> float:

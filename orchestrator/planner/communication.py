@@ -21,6 +21,9 @@ from orchestrator.planner.weights import whole_block_params
 __all__ = ["axis_group", "gather_passes", "hidden_bytes", "moved_bytes", "stage_transfers"]
 
 
+INPUTS_AGAIN = "attention's and ffn's inputs, again"  # a layer keeps only the rank's own tokens of them
+
+
 def moved_bytes(transfers: Iterable[Transfer], *, axis: str, phase: Phase | None = None) -> float:
     """Bytes per step of the tensors that `axis` communicates. With phase="forward" this is the convention
     `payload_forward` of textbooks: each all-reduce once, the backward not counted."""
@@ -58,6 +61,9 @@ def _tensor_parallel(book: Book) -> None:
     behind = model.dropout > 0 or model.post_norms
     enters, leaves = (blocks - latent, blocks if behind else book.layers * m) if repeats else (0, 0)
     sequence = layout.sequence_parallel
+    # of other trainers it is part of what they hide
+    if sequence and not repeats and book.software.regathers_inputs and book.software.overlaps_input_gradients:
+        book.add("tp", "all_gather", INPUTS_AGAIN, payload_bytes=payload, times=blocks - latent, phase="backward")
     for op in ("all_gather", "reduce_scatter") if sequence else ("all_reduce",):
         gathers = op == "all_gather"
         forward = blocks - (latent if gathers else 0)

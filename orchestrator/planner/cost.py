@@ -116,7 +116,8 @@ def step_timeline(model: ModelSpec, layout: Layout, *, training: TrainingSpec, c
                   software: Software = OURS) -> Timeline:
     """What every pipeline rank does when, for one step up to the reductions and the optimizer."""
     costs = step_costs(model, layout, training=training, cluster=cluster, software=software)
-    return timeline(layout.schedule, stages=costs.times(), virtual_stages=layout.virtual_stages, num_microbatches=layout.num_microbatches)
+    return timeline(layout.schedule, stages=costs.times(), virtual_stages=layout.virtual_stages,
+                    num_microbatches=layout.num_microbatches)
 
 
 def _pipeline_s(layout: Layout, times: tuple[StageTimes, ...]) -> float:

@@ -10,7 +10,7 @@ import functools
 
 from jobs.spec.job import Device
 from jobs.spec.model import ModelSpec
-from jobs.spec.parallel import ZERO_BUBBLE_SCHEDULES, Layout, Recompute
+from jobs.spec.parallel import ZERO_BUBBLE_SCHEDULES, Layout, ParallelDims, Recompute
 from jobs.spec.training import DTYPE_BYTES, TrainingSpec
 from orchestrator.planner.activations import BlockShape, block_activation_bytes, block_shape
 from orchestrator.planner.links import expert_shards
@@ -104,8 +104,8 @@ def _states(layout: Layout, *, training: TrainingSpec, shards: _Shards, software
     # stage (torch's pipeline stages do the same). The shards replace them unit by unit: the larger counts.
     accumulates = layout.num_microbatches > 1 and not layout.reduce_every_microbatch
     if accumulates and layout.dims.pp > 1 and layout.schedule in ZERO_BUBBLE_SCHEDULES and layout.recompute == "none":
-        # The second half of a backward sums in param_dtype, beside what the whole backwards have summed.
-        whole += DTYPE_BYTES[training.param_dtype] * shards.whole
+        # What the second halves of a stage's backwards have added is in param_dtype until its next first half.
+        whole += DTYPE_BYTES[training.param_dtype] * shards.whole // layout.virtual_stages
     return sharded, max(sharded, whole) if accumulates else sharded
 
 
@@ -156,18 +156,30 @@ def _reduction_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSpec
     unit, ends = (DTYPE_BYTES[training.reduce_dtype] * weights for weights in _largest_unit(model, layout, rank))
     if layout.num_microbatches == 1 or layout.reduce_every_microbatch:
         return 0 if _whole_weights(layout) else unit  # whole gradients are counted, and here they are these messages
-    last = activations // in_flight(layout, rank)
-    return max(0, unit + last - activations - logits, ends - activations - logits)
+    layers = sum(layout.layers_per_stage[stage] for stage in layout.stages(rank))
+    others = max(0, layers - layout.layers_per_unit)  # a unit's own activations are gone before it is reduced
+    left = activations // in_flight(layout, rank) * others // max(1, layers)
+    return max(0, unit + left - activations - logits, ends - activations - logits)
 
 
 def _largest_unit(model: ModelSpec, layout: Layout, rank: int) -> tuple[int, int]:
     """Weights that are gathered and reduced together: of layers, and of the larger end of the model held here."""
-    dims, stages = layout.dims, layout.stages(rank)
-    layers = [layer_weights(model, layer, dims=dims).total for stage in stages
-              for layer, _ in _stage_kinds(model, layout, stage)]
-    last = ends_params(model, tp=dims.tp, first=False, last=True) if layout.num_stages - 1 in stages else 0
-    first = ends_params(model, tp=dims.tp, first=True, last=False) if 0 in stages else 0
-    return layout.layers_per_unit * max(layers, default=0), max(first, last)
+    layer, end = _largest(model, layout.layers_per_stage, layout.stages(rank), tp=layout.dims.tp, ep=layout.dims.ep)
+    return layout.layers_per_unit * layer, end
+
+
+@functools.lru_cache(maxsize=16384)  # asked several times for each of many layouts
+def _largest(model: ModelSpec, layers_per_stage: tuple[int, ...], stages: tuple[int, ...], *, tp: int,
+             ep: int) -> tuple[int, int]:
+    """Of the layers and of the ends on these stages."""
+    dims, found = ParallelDims(tp=tp, ep=ep), [0]
+    for stage in stages:
+        start = sum(layers_per_stage[:stage])
+        found += [layer_weights(model, layer, dims=dims).total
+                  for layer, _ in layer_kinds(model, start, start + layers_per_stage[stage])]
+    last = ends_params(model, tp=tp, first=False, last=True) if len(layers_per_stage) - 1 in stages else 0
+    first = ends_params(model, tp=tp, first=True, last=False) if 0 in stages else 0
+    return max(found), max(first, last)
 
 
 def _stage_kinds(model: ModelSpec, layout: Layout, stage: int) -> list[tuple[int, int]]:

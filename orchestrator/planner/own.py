@@ -53,8 +53,8 @@ def _plan(question: OwnQuestion, fitting: list[Priced], *, num_nodes: int, candi
         others.setdefault(one.layout.dims.shape, one)
     job = PlannedJob(model=question.model.name, num_params=question.profile.num_params, cluster=cluster.name,
                      num_nodes=num_nodes, gpus_per_node=cluster.gpus_per_node, gpu=cluster.gpu,
-                     seq_len=training.seq_len, global_batch_size=training.global_batch_size, param_dtype=training.param_dtype,
-                     headroom=question.headroom)
+                     seq_len=training.seq_len, global_batch_size=training.global_batch_size,
+                     param_dtype=training.param_dtype, headroom=question.headroom)
     losers = [one for shape, one in others.items() if shape != winner.layout.dims.shape][:SHOWN]
     return Plan(job=job, layout=winner.layout, predicted=winner.predicted, communication=winner.transfers,
                 memory=tuple(stage_memory(question, winner.layout, rank) for rank in range(winner.layout.dims.pp)),

@@ -2,8 +2,8 @@
 that our own models are priced with.
 
 Called by planner.own for every candidate. Where a ModelSpec has formulas, an own model has counts
-(jobs.spec.own_model): matmuls run at the chip's sustained rate whatever their shapes, everything else moves its bytes. So small matmuls are
-priced too fast; what is not known is said by the plan, not guessed.
+(jobs.spec.own_model): matmuls run at the chip's sustained rate whatever their shapes, everything else moves its bytes.
+So small matmuls are priced too fast; what is not known is said by the plan, not guessed.
 """
 import math
 from collections import Counter

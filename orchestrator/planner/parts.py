@@ -42,6 +42,7 @@ class Pass(NamedTuple):
     recompute: Recompute
     sequence_parallel: bool
     cp_method: CpMethod
+    splits_backward: bool = False  # as the zero-bubble schedules do
 
 
 class Ledger:

@@ -23,6 +23,7 @@ SIZES = {  # what must be at least 1, by the part of the question it is in
     "cluster": ("num_nodes", "gpus_per_node"),
 }
 MOST = 10**9  # of any size: beyond it there is a unit wrong, and counting would take for ever
+MOST_LAYERS = 4096  # every one is weighed for every split into stages: minutes beyond
 MOST_RANKS = 2**21
 
 
@@ -57,8 +58,8 @@ def _size_problems(question: Question) -> list[Problem]:
     for where, value in sizes:
         if value < 1:
             problems.append(Problem(where=where, value=value, message="must be at least 1"))
-        elif value > MOST:
-            problems.append(Problem(where=where, value=value, message=f"is absurd; try less than {MOST:.0e}"))
+        elif value > (most := MOST_LAYERS if where == "model.num_layers" else MOST):
+            problems.append(Problem(where=where, value=value, message=f"is absurd; try at most {most:,}"))
     world = question.num_nodes * question.cluster.gpus_per_node
     if not problems and world > MOST_RANKS:
         problems.append(Problem(where="cluster.num_nodes", value=question.num_nodes, message=f"× gpus_per_node = "

@@ -16,6 +16,7 @@ from jobs.spec.model import AttentionConvention
 from jobs.spec.parallel import ZERO_BUBBLE_SCHEDULES, Layout, ParallelDims
 from orchestrator.planner.bounds import ROUNDING, Bounds, Sharding
 from orchestrator.planner.cost import Priced, StepCosts, heaviest, price, step_costs
+from orchestrator.planner.footprint import Footprint
 from orchestrator.planner.parts import Pass, Shape, Variant
 from orchestrator.planner.plan import GIB
 from orchestrator.planner.question import Question
@@ -25,6 +26,7 @@ from orchestrator.planner.timeline import StageTimes, pipeline_s
 from orchestrator.planner.ways import Ways
 
 MOST_DROPPED = 64  # remembered, to show what was too big
+BUFFERS_BYTES = 2**28  # more than a group of ranks less saves of communication buffers
 
 
 @dataclass(slots=True)
@@ -83,7 +85,7 @@ class Search:
         """`ways` of an earlier search spare this one their pipelines: they hold for any question."""
         self.question = question
         self.space = Space(question)
-        self.bounds = Bounds(question)
+        self.bounds, self.footprint = Bounds(question), Footprint(question)
         self.effort = Effort()
         self.headroom = headroom
         self.limit_bytes = question.cluster.gpu_memory_gib * (1 - headroom) * GIB
@@ -92,6 +94,7 @@ class Search:
         self._dropped: list[Layout] = []  # too big, most promising first
         self._rests: dict[tuple, float] = {}  # of everything that it depends on
         self._held: dict[tuple, float] = {}  # likewise
+        self._too_few: dict[tuple, int] = {}  # ranks to shard over
         self._shapes = tuple(self.space.shapes())
         self.effort.shapes = len(self._shapes)
 
@@ -100,15 +103,9 @@ class Search:
                      headroom=self.headroom, convention=self._convention)
 
     def heaviest_bytes(self, layout: Layout) -> float:
-        """Memory of the rank that needs most. Which links groups cross is nothing to it."""
-        dims = layout.dims
-        key = (dims.dp_replicate, dims.dp_shard, dims.cp, dims.tp, dims.pp, dims.ep, layout.microbatch_size,
-               layout.num_microbatches, layout.layers_per_stage, layout.schedule, layout.recompute, layout.zero_stage,
-               layout.layers_per_unit, layout.sequence_parallel, layout.reduce_every_microbatch, layout.cp_method)
-        if key not in self._held:
-            self._held[key] = heaviest(self.question.model, layout, training=self.question.training,
-                                       cluster=self.question.cluster).total_bytes
-        return self._held[key]
+        """Memory of the rank that needs most."""
+        return heaviest(self.question.model, layout, training=self.question.training,
+                        cluster=self.question.cluster).total_bytes
 
     def costs(self, layout: Layout) -> StepCosts:
         return step_costs(self.question.model, layout, training=self.question.training, cluster=self.question.cluster)
@@ -126,7 +123,7 @@ class Search:
         for shape in self._shapes:
             if possible(shape):
                 for one in self.space.passes(shape):
-                    if self.bounds.least_bytes(shape, one) <= self.limit_bytes:
+                    if self.footprint.least_bytes(shape, one) <= self.limit_bytes:
                         queue.push(self.bounds.compute_s(shape, one), Part(shape, one))
         while queue.entries:
             bound_s, item = queue.pop()
@@ -185,7 +182,7 @@ class Search:
     def _open_shape(self, part: Part, queue: "_Queue") -> None:
         for variant in self.space.variants(part.shape, part.one.recompute):
             self.effort.variants += 1
-            if self.bounds.held_bytes(part.shape, variant, part.one) <= self.limit_bytes:
+            if self.footprint.held_bytes(part.shape, variant, part.one) <= self.limit_bytes:
                 queue.push(self.bounds.rough_s(part.shape, variant, part.one), Part(part.shape, part.one, variant))
 
     def _least_rest(self, shape: Shape, one: Pass, variant: Variant) -> float:
@@ -246,13 +243,22 @@ class Search:
 
     # -------------------------------------------------------------- what fits
     def _held_bytes(self, layout: Layout) -> float | None:
-        """What its heaviest rank needs, None if that is too much."""
-        held_bytes = self.heaviest_bytes(layout)
-        if held_bytes <= self.limit_bytes:
-            return held_bytes
-        if len(self._dropped) < MOST_DROPPED:
-            self._dropped.append(layout)
-        return None
+        """What its heaviest rank needs, None if that is too much. Which links groups cross is nothing to it; and what is
+        much too big stays so when it is sharded over fewer ranks."""
+        dims = layout.dims
+        alike = (dims.dp, dims.cp, dims.tp, dims.pp, dims.ep, layout.microbatch_size, layout.num_microbatches,
+                 layout.layers_per_stage, layout.schedule, layout.recompute, layout.zero_stage, layout.layers_per_unit,
+                 layout.sequence_parallel, layout.reduce_every_microbatch, layout.cp_method)
+        if dims.dp_shard <= self._too_few.get(alike, 0):
+            return None
+        key = (*alike, dims.dp_shard)
+        if key not in self._held:
+            self._held[key] = self.heaviest_bytes(layout)
+            if self._held[key] > self.limit_bytes + BUFFERS_BYTES:
+                self._too_few[alike] = dims.dp_shard
+            if self._held[key] > self.limit_bytes and len(self._dropped) < MOST_DROPPED:
+                self._dropped.append(layout)
+        return self._held[key] if self._held[key] <= self.limit_bytes else None
 
     def _lightest(self, part: Part) -> Layout:
         """Everything sharded that can be, and reduced at once: no layout of the variant needs less memory."""
@@ -268,13 +274,13 @@ class Search:
         parts = []
         for shape in self._shapes:
             one = max(self.space.passes(shape), key=lambda p: ("none", "selective", "full").index(p.recompute))
-            parts.append((self.bounds.least_bytes(shape, one), len(parts), shape, one))
+            parts.append((self.footprint.least_bytes(shape, one), len(parts), shape, one))
         lightest, found = math.inf, None
         for least, _, shape, one in sorted(parts):
             if least >= lightest:
                 break
             for variant in self.space.variants(shape, one.recompute):
-                if self.bounds.held_bytes(shape, variant, one) >= lightest:
+                if self.footprint.held_bytes(shape, variant, one) >= lightest:
                     continue
                 layout = min(self.space.layouts(shape, variant, one), key=_lightness, default=None)
                 held = math.inf if layout is None else self.heaviest_bytes(layout)

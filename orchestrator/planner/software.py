@@ -22,7 +22,7 @@ class Software:
     selective_keeps_matmuls: bool = True  # selective recompute keeps every matmul's output; False: repeats attention
     selective_share: float = 1.0  # of the matmuls whose outputs it keeps, where it keeps them
     selective_repeats_ffn: bool = False  # and, where it does not keep matmuls, the feed-forward with it
-    regathers_inputs: bool = False  # sequence parallelism gathers the projections' inputs again in the backward
+    regathers_inputs: bool = True  # sequence parallelism gathers the projections' inputs again in the backward
     # pipeline messages: each tp rank sends its part, and the receivers gather the whole (under sequence parallelism
     # parts are all there is, and nothing is gathered)
     scatters_messages: bool = False

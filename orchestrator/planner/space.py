@@ -82,6 +82,9 @@ class Space:
                    for replicate in (replicas or divisors(dp)) if dp % replicate == 0)
 
     def _eps(self, dp: int, cp: int, tp: int) -> Iterator[int]:
+        if self.question.model.moe is None and self.question.request.options("ep") is None:
+            yield 1
+            return
         for ep in self._degrees("ep", dp * cp * tp):
             if not (self.ledger.refuse("ep", rules.ep_problems(ep, self.question))
                     or self.ledger.refuse("ep", rules.ep_group_problems(ep, dp_shard=dp, cp=cp, tp=tp))):

@@ -20,7 +20,7 @@ from jobs.spec.parallel import ZERO_BUBBLE_SCHEDULES, Layout
 from jobs.spec.training import TrainingSpec
 from orchestrator.cluster import ClusterSpec
 from orchestrator.planner import constants
-from orchestrator.planner.communication import gather_passes, stage_transfers
+from orchestrator.planner.communication import INPUTS_AGAIN, gather_passes, stage_transfers
 from orchestrator.planner.compute import Chip, LayerTimes, Shape, embedding_times, head_times, layer_times
 from orchestrator.planner.plan import Transfer
 from orchestrator.planner.software import Software
@@ -122,7 +122,8 @@ def _hide_all(transfers: list[Transfer], layout: Layout, *, stage: int, compute:
         if software.overlaps_data_parallel:
             gathers = of("dp_shard", phase=phase, op="all_gather")
             hide(gathers, covered_s=passes[phase] * covers_s, edges=passes[phase])
-            every = [i for i in of("dp_shard", "dp_replicate", phase=phase) if i not in gathers]  # reductions of every microbatch
+            # reductions of every microbatch
+            every = [i for i in of("dp_shard", "dp_replicate", phase=phase) if i not in gathers]
             hide(every, covered_s=m * covers_s, edges=m)
         attention_s = compute.attention_s * (1 if phase == "forward" else 2)
         hide(of("cp", phase=phase, op="send_recv"), covered_s=m * attention_s)
@@ -130,7 +131,12 @@ def _hide_all(transfers: list[Transfer], layout: Layout, *, stage: int, compute:
             op = "reduce_scatter" if layout.sequence_parallel else "all_reduce"
             entering = of("tp", phase=phase, op=op)
             once_s = max((transfers[i].seconds / transfers[i].times for i in entering), default=0.0)
-            hide(entering, covered_s=m * sum(min(states * once_s, seconds) for states, seconds in compute.entries))
+            covers = [m * min(states * once_s, seconds) for states, seconds in compute.entries]
+            hide(entering, covered_s=sum(covers))
+            # their gather goes behind the input's gradient, which is as many operations as the weights'; the output
+            # projection, last in the last stage, keeps its input
+            again = [i for i in of("tp", phase=phase, op="all_gather") if transfers[i].what == INPUTS_AGAIN]
+            hide(again, covered_s=sum(covers[:-1] if stage == layout.num_stages - 1 else covers))
         if software.overlaps_tensor_parallel:
             total_s = sum(transfers[i].seconds for i in of("tp", phase=phase))
             hide(of("tp", phase=phase), covered_s=constants.HIDDEN_TENSOR_PARALLEL * total_s)
@@ -140,6 +146,7 @@ def _hide_all(transfers: list[Transfer], layout: Layout, *, stage: int, compute:
     if software.overlaps_data_parallel:
         gathers = of("dp_shard", phase="step", op="all_gather")
         hide(gathers, covered_s=compute.forward_s, edges=1)
-        hide([i for i in of("dp_shard", "dp_replicate", phase="step") if i not in gathers], covered_s=compute.backward_s, edges=1)
+        reductions = [i for i in of("dp_shard", "dp_replicate", phase="step") if i not in gathers]
+        hide(reductions, covered_s=compute.backward_s, edges=1)
     slowdown = constants.OVERLAP_SLOWDOWN - 1
     return [slowdown * hidden["forward"] / m, slowdown * hidden["backward"] / m, slowdown * hidden["step"]]

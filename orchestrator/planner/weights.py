@@ -78,6 +78,13 @@ def layer_weights(model: ModelSpec, layer: int, *, dims: ParallelDims) -> Weight
     return Weights(block_params(model, tp=dims.tp, layer=layer), expert_weights(model, layer, dims=dims))
 
 
+def dense_weights(model: ModelSpec, *, tp: int) -> int:
+    """Of the whole model but its routed experts, on one tp rank."""
+    layers = sum(count * block_params(model, tp=tp, layer=layer)
+                 for layer, count in layer_kinds(model, 0, model.num_layers))
+    return layers + ends_params(model, tp=tp, first=True, last=True)
+
+
 def stage_weights(model: ModelSpec, layout: Layout, stage: int) -> Weights:
     """Of one pipeline stage (a chunk of layers; the first and the last with the model's ends)."""
     start = sum(layout.layers_per_stage[:stage])
@@ -97,12 +104,12 @@ def _weights_of(model: ModelSpec, start: int, stop: int, *, tp: int, ep: int, fi
 
 def rank_weights(model: ModelSpec, layout: Layout, pp_rank: int) -> Weights:
     """Of all stages of a pipeline rank. A V holds both ends of the model, and with them both copies of a tied table."""
-    return _of_stages(model, layout.layers_per_stage, layout.stages(pp_rank), tp=layout.dims.tp, ep=layout.dims.ep)
+    return weights_of_stages(model, layout.layers_per_stage, layout.stages(pp_rank), tp=layout.dims.tp, ep=layout.dims.ep)
 
 
 @functools.lru_cache(maxsize=16384)  # asked several times for each of many layouts
-def _of_stages(model: ModelSpec, layers_per_stage: tuple[int, ...], stages: tuple[int, ...], *, tp: int,
-               ep: int) -> Weights:
+def weights_of_stages(model: ModelSpec, layers_per_stage: tuple[int, ...], stages: tuple[int, ...], *, tp: int,
+                      ep: int) -> Weights:
     found, last = Weights(0), len(layers_per_stage) - 1
     for stage in stages:
         start = sum(layers_per_stage[:stage])
@@ -122,6 +129,7 @@ def layer_kinds(model: ModelSpec, start: int, stop: int) -> tuple[tuple[int, int
     return tuple((layers[0], len(layers)) for layers in counts.values())
 
 
+@functools.lru_cache(maxsize=16384)
 def like_layers(model: ModelSpec, start: int, stop: int) -> tuple[tuple, ...]:
     """What tells the layers from start to stop from others: kinds in their order, with their number."""
     return tuple((model.is_moe(layer), model.window(layer), count) for layer, count in layer_kinds(model, start, stop))

@@ -181,6 +181,9 @@ class Crew:
         await self.channel.close()
         if self._launched:
             await asyncio.wait(self._launched, timeout=self.policy.heartbeat_timeout_s)
+        for process in self._last_launch:  # agents that have never connected could not be told
+            if process.returncode is None:
+                process.terminate()
 
 
 def _last_said(state: RankState, beat: Heartbeat) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jobs.spec.model import ModelSpec
 from orchestrator.config import MemorySpec
 from orchestrator.planner.cost import recomputed_flops
-from orchestrator.validation.settle import memory_gib, settle, step_s
+from orchestrator.validation.settle import least_memory_gib, memory_gib, settle, step_s
 from orchestrator.validation.setup import Setup
 from orchestrator.validation.table import Row, convention_of, measured_step_s
 
@@ -19,6 +19,7 @@ class Predicted:
     """One row beside its measurement. `refused` says why there is no prediction."""
 
     row: Row
+    mixture: bool = False  # of experts
     job: tuple | None = None  # what must be equal for two rows to be layouts of the same job
     predicted_step_time_s: float | None = None
     measured_step_time_s: float | None = None
@@ -36,17 +37,17 @@ class Predicted:
 
 def predict(rows: tuple[Row, ...]) -> tuple[Predicted, ...]:
     """One Predicted per row, in order."""
-    return tuple(Predicted(row=row, refused=case) if isinstance(case, str) else _predicted(row, *case)
-                 for row, case in zip(rows, settle(rows)))
+    return tuple(Predicted(row=row, mixture=row.moe == "True", refused=case) if isinstance(case, str)
+                 else _predicted(row, *case) for row, case in zip(rows, settle(rows)))
 
 
 def _predicted(row: Row, model: ModelSpec, setup: Setup) -> Predicted:
-    memory = memory_gib(model, setup)
     training = setup.training
-    return Predicted(row=row, job=(row.model, training.global_batch_size, training.seq_len, row.gpu, row.n_gpus),
+    limit_gib = setup.cluster.gpu_memory_gib * (1 - MemorySpec().headroom)
+    return Predicted(row=row, mixture=model.moe is not None,
+                     job=(row.model, training.global_batch_size, training.seq_len, row.gpu, row.n_gpus),
                      predicted_step_time_s=step_s(model, setup), measured_step_time_s=measured_s(row, model, setup),
-                     predicted_memory_gib=memory,
-                     fits=memory <= setup.cluster.gpu_memory_gib * (1 - MemorySpec().headroom))
+                     predicted_memory_gib=memory_gib(model, setup), fits=least_memory_gib(model, setup) <= limit_gib)
 
 
 def measured_s(row: Row, model: ModelSpec, setup: Setup) -> float | None:

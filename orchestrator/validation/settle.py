@@ -54,6 +54,12 @@ def memory_gib(model: ModelSpec, setup: Setup) -> float:
                                                 software=one.software).total_gib)
 
 
+def least_memory_gib(model: ModelSpec, setup: Setup) -> float:
+    """As memory_gib, with everything recomputed where that is left open: what a planner could make of the row."""
+    return memory_gib(model, setup if setup.states_recompute else
+                      dataclasses.replace(_with_recompute(setup, "full"), recomputed_share=1.0))
+
+
 def _between(setup: Setup, figure: Callable[[Setup], float]) -> float:
     share = setup.recomputed_share
     if share == 1.0:
@@ -82,12 +88,12 @@ def _with_settled_recompute(rows: tuple[Row, ...], cases: dict[int, Case]) -> di
 
 def _least_recompute(model: ModelSpec, setup: Setup) -> Setup:
     """Of a trainer that recomputes layer by layer: only as many layers as memory asks for."""
-    kept_gib, usable_gib = memory_gib(model, setup), _usable_gib(setup)
-    if kept_gib <= usable_gib:
+    kept_gib, limit_gib = memory_gib(model, setup), _usable_gib(setup)
+    if kept_gib <= limit_gib:
         return setup
     full = _with_recompute(setup, "full")
     least_gib = memory_gib(model, full)
-    share = min(1.0, (kept_gib - usable_gib) / max(kept_gib - least_gib, 1e-9))
+    share = min(1.0, (kept_gib - limit_gib) / max(kept_gib - least_gib, 1e-9))
     return dataclasses.replace(full, recomputed_share=share, lighter=setup.layout.recompute)
 
 

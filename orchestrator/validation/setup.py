@@ -184,7 +184,7 @@ def _software(row: Row, *, old: bool) -> Software:
         sums_in_matmul=megatron and not old,
         gradient_bytes=2 if low or dtype == "float16" else 4,
         overlaps_data_parallel=not old and not eager,
-        overlaps_input_gradients=False,  # where the trainer does, it is part of the next
+        overlaps_input_gradients=eager,  # Megatron's is part of the next; FSDP2's tensor parallelism has none
         overlaps_tensor_parallel="asynctp" in precision or (megatron and not old),
         dispatches_once=megatron,
         collectives_by_tensor=eager or (old and fsdp),

@@ -9,7 +9,6 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.planner.constants import FITTED_GROUPS
-from orchestrator.validation.predict import Predicted
 from orchestrator.validation.report import GroupStatistics, Report
 
 SHOWN_FITS = 12
@@ -48,19 +47,15 @@ def _totals(report: Report) -> list[str]:
     """Mean over rows, fitted groups and others apart; mixtures apart from dense models."""
     fitted = {one.group for one in report.groups if one.fitted}
     lines = []
-    for name, chosen in (("fitted, dense", [p for p in report.rows if p.row.group in fitted and not _mixture(p)]),
-                         ("not fitted, dense", [p for p in report.rows
-                                                if p.row.group not in fitted and not _mixture(p)]),
-                         ("mixtures of experts", [p for p in report.rows if _mixture(p)])):
+    dense = [p for p in report.rows if not p.mixture]
+    for name, chosen in (("fitted, dense", [p for p in dense if p.row.group in fitted]),
+                         ("not fitted, dense", [p for p in dense if p.row.group not in fitted]),
+                         ("mixtures of experts", [p for p in report.rows if p.mixture])):
         errors = [p.ape for p in chosen if p.ape is not None]
         if errors:
             lines.append(f"{name}: {len(errors)} rows, MAPE {sum(errors) / len(errors):.1%}, "
                          f"median {sorted(errors)[len(errors) // 2]:.1%}")
     return lines
-
-
-def _mixture(one: Predicted) -> bool:
-    return one.row.moe == "True"
 
 
 def _fits(report: Report) -> list[str]:

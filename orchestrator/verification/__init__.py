@@ -14,14 +14,18 @@ from pathlib import Path
 
 from jobs.spec.job import JobSpec
 from jobs.spec.load import Problem, SpecError, from_dict, to_dict
+from jobs.spec.own_model import OwnModel
+from jobs.spec.model import ModelSpec
 from jobs.spec.parallel import Layout
 from jobs.spec.verification import MEMORY, RankReport
 from orchestrator.config import RunConfig
 from orchestrator.placement import place
-from orchestrator.planner import Plan
+from orchestrator.planner import Plan, own_cost
 from orchestrator.planner.communication import stage_transfers
 from orchestrator.planner.memory import stage_memory
+from orchestrator.planner.own_cost import OwnQuestion
 from orchestrator.planner.plan import GIB, StageMemory, Transfer
+from orchestrator.planning_own import own_question
 from orchestrator.submission.assemble import assemble_job
 
 MEMORY_TOLERANCE = 0.10
@@ -45,7 +49,7 @@ class Compared:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifiedRank:
-    """One rank: `memory` by purpose, `total` of it, `axes` of what is communicated per step; `problems` for a person."""
+    """One rank: `memory` by purpose, `total` of it, `axes` of what is communicated per step."""
 
     report: RankReport
     memory: tuple[Compared, ...]
@@ -72,7 +76,10 @@ class Verification:
 
 def verify(config: RunConfig, plan: Plan, *, ranks: tuple[int, ...] = ()) -> Verification:
     """Run the first step of `ranks` (none: one of the first, a middle and the last pipeline rank) and compare. Raises
-    SpecError for a rank that does not exist."""
+    SpecError for a rank that does not exist, and for a model of the user's own."""
+    if not isinstance(config.model, ModelSpec):
+        raise SpecError([Problem(where="model", value=config.model.name, message="is not one of ours: its planned "
+                                 "figures are measured from its code, there is nothing to hold them against")])
     layout, world = plan.layout, plan.layout.dims.world_size
     place(layout, cluster=config.cluster, nodes=tuple(f"node-{i}" for i in range(config.cluster.num_nodes)),
           spares=config.placement.spares, excluded=(), allow_tp_across_nodes=config.placement.allow_tp_across_nodes)
@@ -85,10 +92,11 @@ def verify(config: RunConfig, plan: Plan, *, ranks: tuple[int, ...] = ()) -> Ver
         path = Path(folder) / "job.json"
         path.write_text(json.dumps(to_dict(job)))
         answers = list(pool.map(lambda rank: _ask(path, rank), chosen))
+    own = own_question(config, (1, layout.dims.tp)) if isinstance(config.model, OwnModel) else None
     limit = int(plan.predicted.memory_limit_gib * GIB)
     return Verification(
         layout=layout, world_size=world, limit_bytes=limit,
-        ranks=tuple(compare(answer, job=job, config=config, limit_bytes=limit) for answer in answers
+        ranks=tuple(compare(answer, job=job, config=config, limit_bytes=limit, own=own) for answer in answers
                     if isinstance(answer, RankReport)),
         failed=tuple(f"{rank_name(layout, rank)}: {answer}" for rank, answer in zip(chosen, answers)
                      if isinstance(answer, str)))
@@ -126,12 +134,17 @@ def _ask(job: Path, rank: int) -> RankReport | str:
 
 
 # ------------------------------------------------------------------ against the plan
-def compare(report: RankReport, *, job: JobSpec, config: RunConfig, limit_bytes: int) -> VerifiedRank:
-    """The report of one rank beside what the plan says of it."""
-    planned = stage_memory(job.model, job.layout, training=job.training, stage=report.coordinate["pp"],
-                           device=job.device)
-    transfers = [one for stage in report.stages for one in stage_transfers(
-        job.model, job.layout, training=job.training, cluster=config.cluster, stage=stage)]
+def compare(report: RankReport, *, job: JobSpec, config: RunConfig, limit_bytes: int,
+            own: OwnQuestion | None = None) -> VerifiedRank:
+    """The report of one rank beside what the plan says of it; `own`: of a model of the user's own."""
+    if own is not None:
+        planned = own_cost.stage_memory(own, job.layout, report.coordinate["pp"])
+        transfers = [one for stage in report.stages for one in own_cost.stage_transfers(own, job.layout, stage)]
+    else:
+        planned = stage_memory(job.model, job.layout, training=job.training, stage=report.coordinate["pp"],
+                               device=job.device)
+        transfers = [one for stage in report.stages for one in stage_transfers(
+            job.model, job.layout, training=job.training, cluster=config.cluster, stage=stage)]
     unseen = planned.communication_bytes
     total = Compared(what="memory", planned_bytes=planned.total_bytes - unseen, measured_bytes=report.total_bytes)
     axes = _axes(report, transfers, layout=job.layout)

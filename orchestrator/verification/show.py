@@ -3,7 +3,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.planner.plan import GIB
+from orchestrator.planner.show import size
 from orchestrator.verification import Compared, Verification, VerifiedRank, rank_name
 
 SHAPES_SHOWN = 12
@@ -24,11 +24,12 @@ def show_verification(found: Verification, console: Console) -> None:
 def _rank(found: Verification, rank: VerifiedRank) -> RenderableType:
     report = rank.report
     head = Text.assemble((rank_name(found.layout, report.rank), "bold"),
-                         f"   peak {report.total_bytes / GIB:.2f} GiB of {found.limit_bytes / GIB:.2f}, beside "
-                         f"{rank.unseen_bytes / GIB:.2f} of NCCL's   {report.seconds:.0f} s")
-    memory = Table("GiB", "needed", "planned", "", box=None, pad_edge=False)
+                         f"   needs {size(report.total_bytes)} of {size(found.limit_bytes)}, "
+                         f"{size(rank.unseen_bytes)} more for NCCL's buffers   {report.seconds:.0f} s")
+    memory = Table("memory", "needed", "planned", "", box=None, pad_edge=False)
     for row in (*rank.memory, rank.total):
-        memory.add_row(row.what, f"{row.measured_bytes / GIB:.3f}", f"{row.planned_bytes / GIB:.3f}", _error(row))
+        memory.add_row("all" if row is rank.total else row.what, size(row.measured_bytes), size(row.planned_bytes),
+                       _error(row))
     return Group(Text(), head, memory, *([_communication(rank)] if rank.axes else []), _shapes(rank))
 
 

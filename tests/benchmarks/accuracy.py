@@ -31,11 +31,11 @@ def main(table: Path) -> None:
     print(roofline)
     famous = ("vtrain", "megatron21", "korthikanti")
     hopper = ("H100", "H200")
-    for name, chosen in (("fitted, dense", lambda p: _fitted(p) and not _mixture(p)),
-                         ("not fitted, dense", lambda p: not _fitted(p) and not _mixture(p)),
-                         ("mixtures of experts", _mixture),
+    for name, chosen in (("fitted, dense", lambda p: _fitted(p) and not p.mixture),
+                         ("not fitted, dense", lambda p: not _fitted(p) and not p.mixture),
+                         ("mixtures of experts", lambda p: p.mixture),
                          ("vTrain, Narayanan, Korthikanti", lambda p: p.row.group.startswith(famous)),
-                         ("dense, H100 and H200", lambda p: not _mixture(p) and p.row.gpu.startswith(hopper))):
+                         ("dense, H100 and H200", lambda p: not p.mixture and p.row.gpu.startswith(hopper))):
         mine, other = ([p.ape for p in side if p.ape is not None and chosen(p)] for side in (ours, theirs))
         if mine:
             print(f"{name:32s} {len(mine):4d} rows  MAPE {_mean(mine):6.1%}  roofline {_mean(other):6.1%}")
@@ -52,10 +52,6 @@ def _line(mine: GroupStatistics, other: GroupStatistics) -> str:
 
 def _fitted(one: Predicted) -> bool:
     return one.row.group in FITTED_GROUPS
-
-
-def _mixture(one: Predicted) -> bool:
-    return one.row.moe == "True"
 
 
 def _mean(values: list[float]) -> float:

@@ -134,7 +134,8 @@ def compare(source: Path, folder: Path, *, tokenizer: str, name: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=64, help="of tokens for the loader; an eighth of it as text for bytes, a thirty-second for BPE")
+    parser.add_argument("--mib", type=int, default=64, help="of tokens for the loader; an eighth of it as bytes, "
+                        "a thirty-second for BPE")
     parser.add_argument("--steps", type=int, default=40)
     asked = parser.parse_args()
     torch.set_num_threads(1)

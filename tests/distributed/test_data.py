@@ -19,7 +19,7 @@ JOURNEY = [dict(dp_shard=2), dict(tp=2), dict(pp=2), dict(cp=2), dict(dp_replica
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory) -> DataSpec:
-    """Two token files of pseudo-random tokens; documents are about as long as a sequence, so most sequences hold two."""
+    """Two files of pseudo-random tokens; documents are about as long as a sequence, so most sequences hold two."""
     folder, random = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
     for name, num_documents, dtype in (("a", 60, "uint8"), ("b", 9, "int32")):
         with TokenWriter(folder / f"{name}.bin", dtype=dtype) as writer:

@@ -41,7 +41,8 @@ def latent(model, *, sequence_parallel: bool, recompute: bool) -> dict[tuple[str
         for size in latents:
             seen["all_gather", A * size // DIM] += layers + again
             seen["reduce_scatter", A * size // DIM] += layers
-        seen["all_gather", A] += layers + again + 2 * layers + 2  # ffn in, both backwards, embedding's back, output
+        # ffn in (once more in the backward, recomputed or not), both backwards, embedding's back, output
+        seen["all_gather", A] += 2 * layers + 2 * layers + 2
         seen["reduce_scatter", A] += 2 * layers + again + layers + 2  # both outs (ffn's not again), ffn in's back
         replicated = sum(s + size for s, size in ((DIM * (mla.q_lora_rank or 0), mla.q_lora_rank or 0),
                                                   (DIM * (mla.kv_lora_rank + mla.qk_rope_head_dim), mla.kv_lora_rank)))

@@ -5,17 +5,20 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
+from configs.examples.mixer import build as mixer
+from jobs.mesh import build_mesh
+from jobs.own import parallelize_own
 from jobs.spec.own_model import OwnModel
 from jobs.spec.parallel import split_layers
-
+from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TRAINING, assert_matches_single_rank, commit, job, layout, train_job
 
 pytestmark = pytest.mark.distributed
 
 MIXER = OwnModel(name="mixer", entrypoint="configs.examples.mixer:build", vocab_size=256,
                  arguments={"dim": 32, "depth": 4, "head_dim": 8})
-LOOPED = dataclasses.replace(MIXER, entrypoint="tests.helpers.own_models:looped")
 
 # what is special about the case → (layout, changes of the training)
 FAST = {
@@ -43,6 +46,7 @@ SLOW = {
     "pp2: zbv": (dict(pp=2, schedule="zbv", virtual_stages=2, zero_stage=1), {}),
     "pp4: a block to a stage": (dict(pp=4), {}),
     "pp2 × dp_shard2: reduced with every microbatch": (dict(pp=2, dp_shard=2, reduce_every_microbatch=True), {}),
+    "dp_shard2: compiled": (dict(dp_shard=2), dict(compile=True)),
     "tp2: z-loss": (dict(tp=2), dict(z_loss=0.1)),
 }
 
@@ -78,3 +82,24 @@ def test_a_checkpoint_of_an_own_model_resumes_on_another_layout(tmp_path: Path) 
     after = train_job(job(tmp_path / "cut", where_of(dict(tp=2, pp=2)), model=MIXER, training=first, resume_step=3,
                           attempt=2))
     assert after.losses == pytest.approx(whole.losses[3:], abs=1e-5, rel=0)
+
+
+def first_loss(spec) -> tuple[float, float]:
+    """Of the rank's model, and of the user's module as anybody would run it with the same seed."""
+    device = torch.device("cpu")
+    mesh = build_mesh(spec.layout.dims, device=device)
+    parallel = parallelize_own(spec.model, mesh=mesh, layout=spec.layout, training=spec.training, device=device)
+    tokens = torch.randint(256, (spec.training.global_batch_size, spec.training.seq_len + 1))
+    loss = parallel.forward_backward(tokens[:, :-1], tokens[:, 1:])
+    torch.manual_seed(spec.training.seed)
+    model, _ = mixer(vocab_size=256, seq_len=spec.training.seq_len, **spec.model.arguments)
+    wanted = torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    return loss.item(), wanted.item()
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_weights_and_buffers_are_what_the_users_code_makes_of_the_seed(tmp_path: Path, seed: int) -> None:
+    where = layout(layers_per_stage=(4,), microbatch_size=8)
+    spec = job(tmp_path, where, model=MIXER, training=dataclasses.replace(TRAINING, seed=seed))
+    (found, wanted), = run_ranks(first_loss, world_size=1, args=(spec,))
+    assert found == pytest.approx(wanted, abs=1e-6)

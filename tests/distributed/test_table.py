@@ -67,7 +67,8 @@ KINDS = {
     "experts": (lambda model: model.moe is not None, set(AXES)),
     "latent attention": (lambda model: model.mla is not None, set(AXES)),
     "dropped weights": (lambda model: model.attention_dropout > 0, set(AXES) - {"ep"}),
-    "windows and caps": (lambda model: model.sliding_window and model.attention_softcap, {"dp_shard", "cp", "tp", "pp"}),
+    "windows and caps": (lambda model: model.sliding_window and model.attention_softcap,
+                         {"dp_shard", "cp", "tp", "pp"}),
 }
 
 

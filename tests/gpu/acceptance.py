@@ -32,8 +32,8 @@ SAME_LOSS = 2e-2  # relative, of steps that both attempts have done: bfloat16, a
 # Llama 3.2's 1B with output weights of its own and a smaller vocabulary: 1.04 billion parameters
 BILLION = Task(model=ModelSpec(name="billion", vocab_size=16384, dim=2048, num_layers=16, num_heads=32, num_kv_heads=8,
                                ffn_dim=8192, rope_theta=500000.0), seq_len=4096, microbatch_size=4, num_microbatches=2)
-TINY = Task(model=ModelSpec(name="tiny", vocab_size=256, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=128),
-            seq_len=64, microbatch_size=2, num_microbatches=2)
+TINY = Task(model=ModelSpec(name="tiny", vocab_size=256, dim=64, num_layers=2, num_heads=4, num_kv_heads=2,
+                            ffn_dim=128), seq_len=64, microbatch_size=2, num_microbatches=2)
 
 
 class Refused(Exception):

@@ -8,6 +8,7 @@ from jobs.model.chunked import chunked_attention
 from jobs.model.places import Places, document_starts, locate, sequence_keys
 from jobs.model.rule import AttentionKind, Block, Rule
 from tests.helpers.device import rank_device
+from tests.helpers.ranks import run_ranks
 
 BATCH, SEQ, HEADS, KV_HEADS = 2, 640, 4, 2
 # Of the largest element: a few roundings of the inputs' dtype. The same comparisons on CPU come out at 1e-6 and 2e-2.
@@ -59,28 +60,26 @@ def wanted(tensors: list[torch.Tensor], **options) -> list[torch.Tensor]:
     return with_gradients(attention, tensors, grad)
 
 
-def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor], *, dtype: torch.dtype) -> None:
-    for a, b in zip(found, expected, strict=True):
-        assert a.dtype == dtype
-        assert (a.cpu().double() - b).abs().max() < TOLERANCE[dtype] * b.abs().max()
+def errors(found: list[torch.Tensor], expected: list[torch.Tensor], *, dtype: torch.dtype) -> list[float]:
+    """Of output and gradients, relative to the largest element."""
+    assert all(t.dtype == dtype for t in found)
+    return [((a.cpu().double() - b).abs().max() / b.abs().max()).item() for a, b in zip(found, expected, strict=True)]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("case", CASES)
-def test_attention_on_cuda_is_attention(case, dtype):
-    options, documents, head_dim, value, chosen = CASES[case]
+# ------------------------------------------------------------------ in a rank
+def attention_errors(case: str, dtype: torch.dtype) -> tuple[str, list[float]]:
+    """The algorithm chosen, and how far off it is."""
+    options, documents, head_dim, value, _ = CASES[case]
     options = options | {"documents": documents, "head_dim": head_dim}
     rule, tensors = rule_on(rank_device(), **options), inputs(dtype, head_dim, value)
-    assert algorithm(rule, seq_len=SEQ, head_dim=head_dim, device_type=rank_device().type) == chosen
     *here, grad = [t.to(rank_device()) for t in tensors]
     found = with_gradients(lambda *qkv: causal_attention(*qkv, rule=rule), here, grad)
-    assert_close(found, wanted(tensors, **options), dtype=dtype)
+    chosen = algorithm(rule, seq_len=SEQ, head_dim=head_dim, device_type=rank_device().type)
+    return chosen, errors(found, wanted(tensors, **options), dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("head_dim", [64, 36, 8])
-def test_blocks_on_cuda_add_up_to_attention(head_dim, dtype):
-    """What ring attention does with each block: the fused kernel's log-sum-exp and its backward, where it takes the
+def block_errors(head_dim: int, dtype: torch.dtype) -> list[float]:
+    """Of what ring attention does with each block: the fused kernel's log-sum-exp and its backward, where it takes the
     dtype and the size of a head."""
     half, tensors = SEQ // 2, inputs(dtype, head_dim, head_dim)
     rule = rule_on(rank_device(), documents=False, head_dim=head_dim)
@@ -96,4 +95,20 @@ def test_blocks_on_cuda_add_up_to_attention(head_dim, dtype):
     for block in blocks:
         block_gradients(block, grad, q, k, v, out, total.lse, into=gradients, rule=rule)
     found = [t.to(dtype).transpose(1, 2) for t in (out, *gradients)]
-    assert_close(found, wanted(tensors, documents=False, head_dim=head_dim), dtype=dtype)
+    return errors(found, wanted(tensors, documents=False, head_dim=head_dim), dtype=dtype)
+
+
+# ------------------------------------------------------------------ of a rank: this process must stay without CUDA
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_attention_on_cuda_is_attention(case, dtype):
+    chosen, found = run_ranks(attention_errors, world_size=1, args=(case, dtype))[0]
+    assert chosen == CASES[case][-1]
+    assert max(found) < TOLERANCE[dtype], found
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 36, 8])
+def test_blocks_on_cuda_add_up_to_attention(head_dim, dtype):
+    found = run_ranks(block_errors, world_size=1, args=(head_dim, dtype))[0]
+    assert max(found) < TOLERANCE[dtype], found

@@ -12,12 +12,15 @@ from jobs.spec.model import ModelSpec
 
 class Naive:
     """`weights`: parameters and buffers of a jobs.model.Transformer by name. `masks`: what dropout multiplies with, by
-    site (0 embedding, then two per layer), each [seq, dim]; none: nothing is dropped."""
+    site (0 embedding, then two per layer), each [seq, dim]; none: nothing is dropped. `attention_masks`: the same of
+    attention's weights, by layer, each [heads, queries, keys]."""
 
-    def __init__(self, weights: dict[str, Tensor], spec: ModelSpec, *, masks: dict[int, Tensor] | None = None) -> None:
+    def __init__(self, weights: dict[str, Tensor], spec: ModelSpec, *, masks: dict[int, Tensor] | None = None,
+                 attention_masks: dict[int, Tensor] | None = None) -> None:
         self.w = weights
         self.spec = spec
         self.masks = masks
+        self.attention_masks = attention_masks
         self.chosen: dict[int, list[list[int]]] = {}  # experts of each token by layer
 
     def logits(self, tokens: list[int]) -> Tensor:
@@ -104,7 +107,7 @@ class Naive:
             out[i + half] = x[i] * math.sin(angle) + x[i + half] * math.cos(angle)
         return out
 
-    def _attend(self, q: list[Tensor], k: list[Tensor], v: list[Tensor], *, layer: int) -> list[Tensor]:
+    def _attend(self, q: list[Tensor], k: list[Tensor], v: list[Tensor], *, layer: int, head: int) -> list[Tensor]:
         """One head: queries, keys and values by position."""
         spec, out = self.spec, []
         window = spec.window(layer) or len(q)
@@ -114,7 +117,10 @@ class Naive:
             scores = torch.stack([query @ k[past] * scale for past in seen])
             if spec.attention_softcap is not None:
                 scores = spec.attention_softcap * torch.tanh(scores / spec.attention_softcap)
-            out.append(sum(share * v[past] for share, past in zip(torch.softmax(scores, dim=0), seen)))
+            shares = torch.softmax(scores, dim=0)
+            if self.attention_masks is not None:
+                shares = shares * self.attention_masks[layer][head, position, seen.start:seen.stop]
+            out.append(sum(share * v[past] for share, past in zip(shares, seen)))
         return out
 
     def _attention(self, xs: list[Tensor], layer: int) -> list[Tensor]:
@@ -128,7 +134,8 @@ class Naive:
             turned = spec.positions == "rotary" and kind in "qk"
             return [self._turn(part, position) if turned else part for position, part in enumerate(parts)]
 
-        heads = [self._attend(project("q", h), project("k", h // group), project("v", h // group), layer=layer)
+        heads = [self._attend(project("q", h), project("k", h // group), project("v", h // group), layer=layer,
+                              head=h)
                  for h in range(spec.num_heads)]
         return [self._linear(torch.cat(of_position), f"{name}.wo") for of_position in zip(*heads)]
 
@@ -146,5 +153,5 @@ class Naive:
             q = [torch.cat((query[:nope], self._turn(query[nope:], i))) for i, query in enumerate(queries)]
             up = [self._linear(c, f"{name}.wkv_b")[h * (nope + value):(h + 1) * (nope + value)] for c in latents]
             k = [torch.cat((part[:nope], s)) for part, s in zip(up, shared)]
-            heads.append(self._attend(q, k, [part[nope:] for part in up], layer=layer))
+            heads.append(self._attend(q, k, [part[nope:] for part in up], layer=layer, head=h))
         return [self._linear(torch.cat(of_position), f"{name}.wo") for of_position in zip(*heads)]

@@ -35,7 +35,7 @@ def log(run_dir: Path, *, attempt: int, rank: int = 0) -> str:
     return (run_dir / "attempts" / str(attempt) / "logs" / f"rank-{rank:05d}.log").read_text()
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["entrypoint", pytest.param("command", marks=pytest.mark.slow)])
 def test_a_ddp_script_that_loses_a_rank_ends_where_it_would_have_ended(tmp_path: Path, form: str) -> None:
     orc("run", own_run(tmp_path / "whole", form), check=True)
     fault = {"attempt": 1, "step": 7, "rank": 1, "kind": "sigkill"}
@@ -51,7 +51,7 @@ def test_a_ddp_script_that_loses_a_rank_ends_where_it_would_have_ended(tmp_path:
     assert (made["goodput"]["steps_productive"], made["goodput"]["steps_lost"]) == (STEPS, 2)
 
 
-# what the script does, in its own words → kind of the first diagnosis and a part of its summary
+# what the script does, in its own words (all but the first are slow) → kind and summary of the first diagnosis
 ENDS = {
     "an exception": ("raise KeyError('lr')", "crash", "raised KeyError: 'lr'"),
     "an exit code": ("sys.exit(9)", "crash", "ended with exit code 9"),
@@ -62,7 +62,8 @@ SCRIPT = ("import os, signal, sys, time\nattempt = int(os.environ['TORCHELASTIC_
           "    time.sleep(30 * (1 - attempt))\n")
 
 
-@pytest.mark.parametrize("act, kind, summary", ENDS.values(), ids=ENDS)
+@pytest.mark.parametrize("act, kind, summary", [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (n > 0))
+                                                for n, (name, case) in enumerate(ENDS.items())])
 def test_an_entry_point_is_judged_by_how_its_process_ends(tmp_path: Path, act: str, kind: str, summary: str) -> None:
     (tmp_path / "my_script.py").write_text(SCRIPT.format(act=act))
     run_file = command_run(tmp_path, "", nodes=1, command=None, entrypoint="my_script:main", workdir=str(tmp_path))

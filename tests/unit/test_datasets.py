@@ -79,7 +79,8 @@ def test_what_fits_is_taken(case, folder):
 
 
 def test_paths_are_those_of_where_the_command_was_typed(folder):
-    data = absolute_data(DataSpec(sources=[SourceSpec(path=p) for p in ("good", "good.idx", "good.bin", "some.txt", "no")]))
+    names = ("good", "good.idx", "good.bin", "some.txt", "no")
+    data = absolute_data(DataSpec(sources=[SourceSpec(path=name) for name in names]))
     assert [source.path for source in data.sources] == [
         *[str(folder / "good.bin")] * 3, str(folder / "some.txt"), str(folder / "no")]
 

@@ -44,6 +44,15 @@ def test_damage_is_found(tokens, capsys):
     assert "is damaged: its checksum is" in capsys.readouterr().err
 
 
+def test_sequences_out_of_order_are_found(tokens, capsys):
+    index = bytearray(tokens.with_suffix(".idx").read_bytes())
+    offsets = 34 + 2 * 4
+    index[offsets:offsets + 8] = (7).to_bytes(8, "little")  # the first behind the second
+    tokens.with_suffix(".idx").write_bytes(index)
+    assert main([str(tokens), "--check"]) == 2
+    assert "do not lie in the order of its index" in capsys.readouterr().err
+
+
 def test_the_command_line_passes_everything_on(tokens, tmp_path):
     (tmp_path / "a.txt").write_text("ab")
     done = orc("data", "tokenize", tmp_path / "a.txt", "-o", tmp_path / "new", "--no-append-eod")

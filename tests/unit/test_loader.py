@@ -161,7 +161,8 @@ def test_documents_are_numbered_and_their_ends_predict_nothing(mask, ends, ignor
 
 def test_documents_are_on_the_host_in_int32(folder):
     batch = loader(spec(folder, document_mask=True)).batch(0)
-    assert (batch.documents.dtype, batch.documents.device, batch.documents.shape) == (torch.int32, CPU, (BATCH, SEQ_LEN))
+    assert (batch.documents.dtype, batch.documents.device) == (torch.int32, CPU)
+    assert batch.documents.shape == (BATCH, SEQ_LEN)
     assert batch.inputs.dtype == batch.targets.dtype == torch.int64
 
 
@@ -176,6 +177,15 @@ def test_a_token_outside_the_vocabulary_is_named_where_nobody_has_declared_it(fo
         reader = loader(data, vocab_size=30)
         for cursor in range(6):
             reader.batch(cursor)
+
+
+def test_what_no_check_has_seen_is_refused_by_the_loader_itself(folder):
+    """A job started by hand."""
+    with pytest.raises(SpecError, match="training.seq_len: 300 is more than the 201 tokens of "):
+        loader(spec(folder), seq_len=300)
+    reader = loader(spec(folder), vocab_size=1)  # of the 2,000 that are declared
+    with pytest.raises(SpecError, match="model.vocab_size: 1 does not cover token"):
+        reader.batch(0)
 
 
 def test_a_file_that_is_not_there_is_named(folder):

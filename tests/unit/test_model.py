@@ -186,6 +186,10 @@ def test_documents_begin_where_they_do():
     starts = document_starts(documents)
     assert starts.dtype == torch.int32
     assert starts.tolist() == [[0, 0, 2, 2, 2, 5], [0] * 6, [0, 1, 1, 3, 4, 4]]
+    tokens = locate(torch.empty(3, 6, 1), places=Places(), keys=None, weights=None, starts=starts,
+                    rotary=lambda positions: (positions, positions))
+    restarted = [[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5], [0, 0, 1, 0, 0, 1]]
+    assert tokens.positions.tolist() == tokens.angles[0].tolist() == restarted
 
 
 @pytest.mark.parametrize("name", ["grouped", "learned positions", "every second layer in a window", "capped scores",
@@ -315,7 +319,7 @@ def test_a_box_of_a_weight_is_cut_out_of_the_whole():
 
 
 # ------------------------------------------------------------------ dropout
-DROPOUT = dataclasses.replace(SPEC, dropout=0.25)
+DROPOUT = dataclasses.replace(SPEC, dropout=0.25, attention_dropout=0.4)
 
 
 def masks(keys: torch.Tensor, seq_len: int) -> dict[int, torch.Tensor]:
@@ -326,11 +330,22 @@ def masks(keys: torch.Tensor, seq_len: int) -> dict[int, torch.Tensor]:
             for site in range(2 * SPEC.num_layers + 1)}
 
 
+def attention_masks(keys: torch.Tensor, seq_len: int, *, num_heads: int) -> dict[int, torch.Tensor]:
+    """By layer, [heads, queries, keys]."""
+    block = Block(queries=slice(0, seq_len), keys=slice(0, seq_len), first_query=0, first_key=0)
+    tokens = locate(torch.empty(1, seq_len, 1), places=Places(), keys=keys, weights=None)
+    return {layer: Rule(kind=AttentionKind.of(DROPOUT, layer=layer, head_dim=4), tokens=tokens).kept(
+        block, num_heads=num_heads, dtype=torch.float32)[0] for layer in range(SPEC.num_layers)}
+
+
+@pytest.mark.parametrize("mla", [None, MLA], ids=["grouped", "latent"])
 @torch.no_grad()
-def test_dropout_is_where_the_definition_has_it():
-    model, tokens = build(DROPOUT), [3, 1, 4, 1, 5, 9, 2]
-    keys = sequence_keys(torch.tensor([17]), seed=1, step=2)
-    wanted = Naive(dict(model.named_parameters()), DROPOUT, masks=masks(keys, len(tokens))).logits(tokens)
+def test_dropout_is_where_the_definition_has_it(mla):
+    spec, tokens = dataclasses.replace(DROPOUT, mla=mla), [3, 1, 4, 1, 5, 9, 2]
+    model, keys = build(spec), sequence_keys(torch.tensor([17]), seed=1, step=2)
+    of_attention = attention_masks(keys, len(tokens), num_heads=spec.num_heads)
+    wanted = Naive(dict(model.named_parameters()), spec, masks=masks(keys, len(tokens)),
+                   attention_masks=of_attention).logits(tokens)
     found = model(torch.tensor([tokens]), keys=keys)[0]
     assert torch.allclose(found, wanted, atol=1e-5, rtol=0)
     assert not torch.allclose(found, model(torch.tensor([tokens]))[0], atol=1e-2)  # without keys nothing is dropped

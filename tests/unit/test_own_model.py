@@ -39,7 +39,7 @@ REFUSED = {
     "an exception inside": ("raising", {}, ["raised KeyError: 'dim'", "own_models.py:", "in raising"]),
     "an unknown argument": ("returning", {"depht": 3}, ["raised TypeError", "depht"]),
     "no table": ("returning", {}, ["returned Small", "(nn.Module, plan table)"]),
-    "a shared weight": ("altered", {"what": "tied"}, ["head.weight and embedding.weight are one parameter", "each its own"]),
+    "a shared weight": ("altered", {"what": "tied"}, ["head.weight and embedding.weight are one", "each its own"]),
     "dropout": ("altered", {"what": "dropout"}, ["blocks.0.drop drops out", "set p=0"]),
     "batch norm": ("altered", {"what": "batch norm"}, ["blocks.0.bn is a batch norm"]),
     "a frozen weight": ("altered", {"what": "frozen"}, ["head.weight is not trained", "make it a buffer"]),

@@ -85,7 +85,7 @@ IMPOSSIBLE = {
 }
 
 # model, nodes, global batch, seconds of one busy core that the search may take (tests/benchmarks/planner.py measures)
-SEARCHES = [(LLAMA3_8B, 16, 256, 3.0), (LLAMA3_405B, 2048, 2048, 15.0)]
+SEARCHES = [(LLAMA3_8B, 16, 256, 2.0), (LLAMA3_405B, 2048, 2048, 5.0)]
 
 
 def legal(model, cluster, batch, fixed, *, seq_len=128):
@@ -256,7 +256,7 @@ def test_plans_change_only_on_purpose(name):
 
 # Experts make the space ten times as large: more than ten seconds on a busy core.
 @pytest.mark.parametrize("run", [pytest.param(run, id=run.stem, marks=[pytest.mark.slow] if "deepseek" in run.stem else [])
-                                 for run in sorted(RUNS.glob("*.yaml"))])
+                                 for run in sorted(RUNS.glob("*.yaml")) if isinstance(load(run).model, ModelSpec)])
 def test_every_run_that_comes_with_orc_can_be_planned_and_shown(run):
     config = load(run)
     chosen = plan_for(config.model, config.cluster, config.training, headroom=config.memory.headroom,

@@ -94,7 +94,8 @@ def test_no_bound_is_above_the_price(name):
                               bounds.rough_s(shape, variant, one), bounds.closed_s(shape, variant, one),
                               pipeline + rest, search.step_s(layout)]
                     assert ladder[-1] >= max(ladder[:-1]) * (1 - 1e-9), (layout, ladder)
-                    held = max(bounds.least_bytes(shape, one), bounds.held_bytes(shape, variant, one))
+                    held = max(search.footprint.least_bytes(shape, one),
+                               search.footprint.held_bytes(shape, variant, one))
                     assert held <= search.heaviest_bytes(layout) * (1 + 1e-9), layout
                     checked += 1
     assert checked > 100

@@ -3,6 +3,7 @@ import dataclasses
 
 import pytest
 
+from orchestrator.planner.communication import INPUTS_AGAIN
 from orchestrator.planner.compute import chip_of, shape_of
 from orchestrator.planner.software import OURS
 from orchestrator.planner.stages import compute_times, stage_cost
@@ -21,7 +22,8 @@ def cost_of(*, software=OURS, cluster=None, stage=0, **layout):
 
 def exposed(found, *, axis: str, phase: str, op: str) -> tuple[float, float]:
     """Seconds that wait, and seconds in all."""
-    chosen = [one for one in found.transfers if (one.axis, one.phase, one.op) == (axis, phase, op)]
+    chosen = [one for one in found.transfers
+              if (one.axis, one.phase, one.op) == (axis, phase, op) and one.what != INPUTS_AGAIN]
     return sum(one.exposed_s for one in chosen), sum(one.seconds for one in chosen)
 
 
@@ -41,6 +43,19 @@ def test_input_gradients_are_reduced_behind_the_weights_gradients(layout, least,
     for phase, other in (("forward", op), ("backward", "all_gather")):
         waits_s, all_s = exposed(found, axis="tp", phase=phase, op=other)
         assert waits_s == all_s  # the next matmul needs it
+
+
+@pytest.mark.parametrize("link_gb_s", [5.0, 450.0])
+def test_inputs_are_gathered_again_behind_their_gradients(link_gb_s):
+    found, _ = cost_of(dims={"tp": 8}, cluster=h100(1, intra_node_gb_s=link_gb_s))
+    again = next(one for one in found.transfers if one.what == INPUTS_AGAIN)
+    _, reductions_s = exposed(found, axis="tp", phase="backward", op="reduce_scatter")
+    assert again.times == 2 * LLAMA3_8B.num_layers  # attention and ffn of one microbatch
+    assert 0 <= again.exposed_s < again.seconds < reductions_s
+    split, _ = cost_of(dims={"tp": 4, "pp": 2}, schedule="interleaved_zero_bubble", num_microbatches=4)
+    assert all(one.exposed_s == one.seconds for one in split.transfers if one.what == INPUTS_AGAIN)
+    recomputed, _ = cost_of(dims={"tp": 8}, recompute="full")
+    assert not [one for one in recomputed.transfers if one.what == INPUTS_AGAIN]
 
 
 def test_a_slow_link_hides_as_much_as_the_matmuls_take():

@@ -13,6 +13,7 @@ MOE = MoeSpec(num_experts=6, top_k=2, ffn_dim=8)
 # changes of a Llama → the message
 REFUSED = [
     (dict(dropout=1.0), "model.dropout: 1.0 is not a probability below 1"),
+    (dict(attention_dropout=1.5), "model.attention_dropout: 1.5 is not a probability below 1"),
     (dict(sliding_window=8), "model.global_every: 1 makes every layer global"),
     (dict(norm="layernorm", norm_offset=True), "model.norm_offset: True is without effect on layernorm"),
     (dict(mla=MLA, positions="learned", max_positions=8), "model.positions: 'learned' does not go with model.mla"),

@@ -1,4 +1,5 @@
-"""orc data tokenize: the same tokens as a plain loop over the documents, whatever the number of workers; all or nothing."""
+"""orc data tokenize: the tokens of a plain loop over the documents, whatever the number of workers; all or nothing."""
+import contextlib
 import gzip
 import json
 import os
@@ -25,7 +26,7 @@ BAD = {  # content of a .jsonl or .txt file → the place that is named, and wha
     "no JSON": (".jsonl", b'{"text": "a"}\n\n{"text": \n', 3, "is not JSON"),
     "not UTF-8": (".jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', 2, "is not JSON"),
     "a list": (".jsonl", b'["text"]\n', 1, "is no JSON object"),
-    "no field": (".jsonl", b'{"text": "a"}\n{"content": "b", "id": 1}\n', 2, "has no field 'text' but content, id; name"),
+    "no field": (".jsonl", b'{"text": "a"}\n{"content": "b", "id": 1}\n', 2, "has no field 'text' but content, id;"),
     "a number": (".jsonl", b'{"text": 5}\n', 1, "5 is no text: field 'text'"),
     "null": (".jsonl", b'{"text": null}\n', 1, "is no text"),
     "a byte 0": (".jsonl", b'{"text": "a\\u0000"}\n', 1, "byte 0, which ends documents of bytes"),
@@ -266,16 +267,18 @@ def endless(tmp_path):
         assert process.poll() is None and time.monotonic() < deadline
         feed()
         time.sleep(0.005)
-    yield process, feed
+    workers = psutil.Process(process.pid).children()
+    yield process, feed, workers
     os.close(pipe)
-    process.kill()
+    for left in (process, *workers):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            left.kill()
     process.communicate()
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_command_leaves_nothing(number, code, endless, tmp_path):
-    process, _ = endless
-    workers = psutil.Process(process.pid).children()
+    process, _, workers = endless
     assert len(workers) == 2
     process.send_signal(number)
     assert process.wait(30) == code
@@ -285,8 +288,8 @@ def test_an_interrupted_command_leaves_nothing(number, code, endless, tmp_path):
 
 
 def test_a_killed_worker_is_an_error_and_no_hang(endless, tmp_path):
-    process, feed = endless
-    psutil.Process(process.pid).children()[0].kill()
+    process, feed, workers = endless
+    workers[0].kill()
     deadline = time.monotonic() + 30
     while process.poll() is None and time.monotonic() < deadline:
         feed()
@@ -294,6 +297,12 @@ def test_a_killed_worker_is_an_error_and_no_hang(endless, tmp_path):
     assert process.returncode == 2
     assert "a worker was killed" in process.stderr.read()
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_killed_command_leaves_no_process(endless):
+    process, _, workers = endless
+    process.kill()
+    assert psutil.wait_procs(workers, timeout=10)[1] == []
 
 
 def test_memory_does_not_grow_with_the_input(tmp_path):

@@ -182,7 +182,7 @@ def test_as_many_layers_are_recomputed_as_memory_asks_for(tmp_path, changes):
                  LLAMA | changes | {"gpu": "H200"})
     some, all_layers, none = validate(path).rows
     assert all_layers.predicted_memory_gib < some.predicted_memory_gib == pytest.approx(USABLE_MEMORY * 80)
-    assert none.predicted_memory_gib > 80
+    assert none.predicted_memory_gib > 80 and some.fits == (changes["recompute"] == "")
     assert none.predicted_step_time_s < some.predicted_step_time_s < all_layers.predicted_step_time_s
 
 

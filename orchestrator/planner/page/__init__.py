@@ -4,6 +4,7 @@ Called by `orc plan --html` and, for the run directory, by prepare. Figures are 
 """
 import base64
 import hashlib
+import os
 from importlib import resources
 from pathlib import Path
 from string import Template
@@ -22,7 +23,7 @@ from orchestrator.planner.page.whatif import what_ifs
 from orchestrator.planner.plan import Plan
 from orchestrator.planner.show import seconds
 
-__all__ = ["page", "write_page"]
+__all__ = ["check_writable", "page", "write_page"]
 
 SCRIPTS = ("lib.js", "grid.js", "timeline.js", "scatter.js", "whatif.js", "main.js")
 
@@ -35,8 +36,21 @@ def write_page(path: Path, plan: Plan, config: RunConfig, *, searching: bool = T
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise SpecError([Problem(where="--html", value=str(path), message=f"cannot be written: {error.strerror}; "
-                                 "give a file in a folder that exists")]) from error
+        raise SpecError([_unwritable(path, str(error.strerror))]) from error
+
+
+def check_writable(path: Path) -> None:
+    """Before the minutes of a search. Raises SpecError where write_page() would."""
+    try:
+        if not path.parent.is_dir() or path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise SpecError([_unwritable(path, "it is a folder" if path.is_dir() else "no folder to write to")])
+    except OSError as error:  # a name too long for any file system
+        raise SpecError([_unwritable(path, str(error.strerror))]) from error
+
+
+def _unwritable(path: Path, why: str) -> Problem:
+    return Problem(where="--html", value=str(path), message=f"cannot be written: {why}; give a file in a folder that "
+                   "exists")
 
 
 def page(plan: Plan, asked: Asked, *, searching: bool) -> str:
