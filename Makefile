@@ -6,12 +6,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := demo-$(shell date +%m%d-%H%M%S)
 
-.PHONY: help setup demo test test-all clean
+.PHONY: help setup demo test test-all test-gpu accept-gpu clean
 
 help:
 	@echo "make demo      train the demo on this machine: plan, run, lose a rank, recover, report"
 	@echo "make test      every test but the slow ones, with a real multi-node Slurm on this machine"
 	@echo "make test-all  every test"
+	@echo "make test-gpu  parity, kernels and training over NCCL, where GPUs are present"
+	@echo "make accept-gpu  a 1B model on one GPU beside a hand-written loop, killed and resumed (< 8 minutes)"
 	@echo "make setup     only the environment in $(VENV)"
 	@echo "make clean     remove the environment; runs/ stays"
 
@@ -37,6 +39,12 @@ test: setup
 
 test-all: setup
 	$(BIN)/python -m pytest
+
+test-gpu: setup
+	$(BIN)/python -m pytest tests/gpu -rs
+
+accept-gpu: setup
+	tests/gpu/acceptance.sh
 
 clean:
 	rm -rf $(VENV) *.egg-info

@@ -17,11 +17,17 @@ POSITIVE = frozenset({
     "v_head_dim", "steps", "seq_len", "global_batch_size", "user_error_repeats", "attempt", "step",
     # rates and sizes that something is divided by
     "inter_node_gb_s", "intra_node_gb_s", "peak_tflops", "memory_gib", "rope_theta", "norm_eps", "eps", "signal_lead_s",
-    "attention_softcap", "output_softcap",
+    "attention_softcap", "output_softcap", "memory_bandwidth_gb_s", "matmul_efficiency", "nodes", "oversubscription",
+    "nvlink_domain",
     # waits of nothing would end everything at once
     "heartbeat_s", "heartbeat_timeout_s", "agent_start_s", "attempt_start_s", "sample_s", "hang_s", "silence_s",
     "weight", "max_epochs"})
 BELOW_ONE = frozenset({"beta1", "beta2", "dropout", "attention_dropout", "headroom"})
+AT_MOST_ONE = frozenset({"matmul_efficiency"})
+# Figures of hardware: beyond these a unit is wrong, and products of them are no numbers any more.
+HARDWARE = frozenset({"inter_node_gb_s", "intra_node_gb_s", "peak_tflops", "memory_gib", "memory_bandwidth_gb_s",
+                      "inter_node_latency_us", "intra_node_latency_us", "oversubscription"})
+SLOWEST, FASTEST = 1e-6, 1e9
 LARGEST = 2**63 - 1  # what torch, numpy and JSON readers take for an integer
 
 
@@ -41,6 +47,10 @@ def _wrong(name: str, number: int | float) -> str | None:
         return "must be at least 1" if isinstance(number, int) else "must be more than 0"
     if number >= 1 and name in BELOW_ONE:
         return "must be below 1"
+    if number > 1 and name in AT_MOST_ONE:
+        return "must be at most 1"
+    if name in HARDWARE and number and not SLOWEST <= number <= FASTEST:
+        return f"is absurd; try {SLOWEST:g} to {FASTEST:g}"
     return None
 
 

@@ -158,6 +158,10 @@ def check(config: RunConfig) -> list[Problem]:
                "directory")
     if config.cluster.gpu not in GPUS:
         refuse("cluster.gpu", config.cluster.gpu, f"is unknown; {suggest(config.cluster.gpu, GPUS)}")
+    domain, per_node = config.cluster.nvlink_domain, config.cluster.gpus_per_node
+    if domain is not None and domain > 0 and per_node > 0 and domain % per_node:
+        refuse("cluster.nvlink_domain", domain, f"is no multiple of cluster.gpus_per_node={per_node}; the links join whole "
+               f"nodes: try {-(-domain // per_node) * per_node}")
     found += number_problems(dataclasses.replace(config, parallel=ParallelRequest()))
     if config.placement.spares >= config.cluster.num_nodes:
         refuse("placement.spares", config.placement.spares,

@@ -3,9 +3,9 @@
 Built by jobs.parallel where nothing, or only the optimizer's state, is sharded. Every rank computes with whole
 weights in param_dtype; the optimizer updates float32 *masters*: this rank's rows of them under ZeRO-1, the weights
 themselves where they are float32. A bucket is a unit of jobs.parallel.data, so messages are as many and as large as
-there. A gradient moves into its bucket's message as soon as a backward pass has it, while it is in cache, and is dropped:
-the message is where microbatches are summed, and gradients exist once. Over data-parallel ranks they are *summed*: the
-loss has already been divided by the global token count.
+there. A gradient moves into its bucket's message as soon as a backward pass has it, while it is in cache, and is
+dropped: the message is where microbatches are summed, and gradients exist once. Over data-parallel ranks they are
+*summed*: the loss has already been divided by the global token count.
 
 Collectives, once per step and unit; P = the unit's weights / tp in param_dtype, G = the same in reduce_dtype, rows
 rounded up to a multiple of fsdp = dp_shard·cp:

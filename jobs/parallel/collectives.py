@@ -1,9 +1,9 @@
 """Reduce-scatter as each backend does it best.
 
 Used by buckets, data, boundary, columns and context, whose tables count it as one reduce_scatter of the whole tensor.
-gloo has none: torch copies the input, sums all of the copy on every rank and cuts a slice out of it, twice the bytes that
-are needed. There it is an all-to-all and a local sum: of 512 KiB over 4 CPU ranks 1.8 ms instead of 6.2, of 4 MiB over 2
-ranks 4.2 ms instead of 7.9.
+gloo has none: torch copies the input, sums all of the copy on every rank and cuts a slice out of it, twice the bytes
+that are needed. There it is an all-to-all and a local sum: of 512 KiB over 4 CPU ranks 1.8 ms instead of 6.2, of 4 MiB
+over 2 ranks 4.2 ms instead of 7.9.
 """
 import torch
 import torch.distributed as dist

@@ -2,6 +2,7 @@
 import json
 import logging
 import sys
+import traceback
 import warnings
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from jobs.verify import verify
 
 
 def main() -> None:
-    """What goes wrong is the answer: one line of it for the caller, the traceback above for a reader."""
+    """What goes wrong is the answer: one line of it for the caller, a traceback above for a reader."""
     path, rank = sys.argv[1], int(sys.argv[2])
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
@@ -20,6 +21,12 @@ def main() -> None:
         print(json.dumps(to_dict(verify(job, rank=rank))))
     except ValueError as refused:
         sys.exit(f"refused: {refused}")
+    except Exception as error:  # noqa: BLE001  whatever the step raises
+        traceback.print_exc()
+        while error.__cause__ is not None:  # a pipeline wraps what its stage raised
+            error = error.__cause__
+        first = next((line for line in str(error).splitlines() if line.strip()), "")
+        sys.exit(f"{type(error).__name__}: {first}")
 
 
 if __name__ == "__main__":

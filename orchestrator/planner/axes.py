@@ -15,7 +15,8 @@ from orchestrator.planner.question import Question, divisors
 from orchestrator.planner.reasons import EQUAL, against_request, reject, too_big_by
 from orchestrator.planner.refusals import question_problems
 from orchestrator.planner.rules import ep_group_problems
-from orchestrator.planner.search import Group, Search
+from orchestrator.planner.search import Search
+from orchestrator.planner.waiting import Group
 
 AXES = ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate")
 

@@ -99,7 +99,8 @@ def _states(layout: Layout, *, training: TrainingSpec, shards: _Shards, software
     sharded = MASTER_BYTES * shards.shard
     whole = DTYPE_BYTES[training.reduce_dtype] * shards.whole
     if _whole_weights(layout):
-        return sharded, max(sharded, whole)
+        # in the messages that will be reduced: float32 while microbatches are summed
+        return sharded, max(sharded, MASTER_BYTES * shards.whole if layout.num_microbatches > 1 else whole)
     # Gradients are reduced with the last microbatch, so until then a rank sums the unsharded gradients of its
     # stage (torch's pipeline stages do the same). The shards replace them unit by unit: the larger counts.
     accumulates = layout.num_microbatches > 1 and not layout.reduce_every_microbatch
@@ -154,8 +155,10 @@ def _reduction_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSpec
     if _in_place(model, layout, training=training) or software.keeps_half_weights and layout.zero_stage < 3:
         return 0
     unit, ends = (DTYPE_BYTES[training.reduce_dtype] * weights for weights in _largest_unit(model, layout, rank))
+    if _whole_weights(layout) and (layout.num_microbatches == 1 or training.reduce_dtype == "float32"):
+        return 0  # gradients are summed in these messages
     if layout.num_microbatches == 1 or layout.reduce_every_microbatch:
-        return 0 if _whole_weights(layout) else unit  # whole gradients are counted, and here they are these messages
+        return unit
     layers = sum(layout.layers_per_stage[stage] for stage in layout.stages(rank))
     others = max(0, layers - layout.layers_per_unit)  # a unit's own activations are gone before it is reduced
     left = activations // in_flight(layout, rank) * others // max(1, layers)

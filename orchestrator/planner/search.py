@@ -1,16 +1,14 @@
 """Best first: the fastest layouts that fit, out of all of them, while only the promising ones are opened.
 
-Called by the planner's entry and by explanations. Parts of the space wait in one queue, ordered by a time that nothing
-in them can beat: shapes by their compute, variants in closed form and then by their timeline, layouts by what data
-parallelism adds. What comes out as a price is therefore the best of all that is left. Parts that cannot fit are
-dropped.
+Called by the planner's entry, by explanations and by the page. Parts of the space wait in one queue, ordered by a time
+that nothing in them can beat: shapes by their compute, variants in closed form and then by the ways that other pipelines
+took, layouts by their own costs. What comes out as a price is therefore the best of all that is left. Parts that cannot
+fit are dropped.
 """
-import heapq
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 from jobs.spec.model import AttentionConvention
 from jobs.spec.parallel import ZERO_BUBBLE_SCHEDULES, Layout, ParallelDims
@@ -22,59 +20,12 @@ from orchestrator.planner.plan import GIB
 from orchestrator.planner.question import Question
 from orchestrator.planner.rules import zero_problems
 from orchestrator.planner.space import UNITS, Space
-from orchestrator.planner.timeline import StageTimes, pipeline_s
+from orchestrator.planner.timeline import pipeline_s
+from orchestrator.planner.waiting import Costed, Effort, Group, Part, Queue, Timed
 from orchestrator.planner.ways import Ways
 
 MOST_DROPPED = 64  # remembered, to show what was too big
 BUFFERS_BYTES = 2**28  # more than a group of ranks less saves of communication buffers
-
-
-@dataclass(slots=True)
-class Effort:
-    """What a search did."""
-
-    shapes: int = 0
-    variants: int = 0  # bounded at a glance
-    closed: int = 0  # of these, in closed form
-    priced: int = 0  # layouts, but for their pipeline
-    timelines: int = 0  # pipelines run
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A part of the space, as far as it is decided."""
-
-    shape: Shape
-    one: Pass
-    variant: Variant | None = None
-    bounded: Literal["rough", "closed", "way"] = "rough"  # how closely it was looked at
-    rest_s: float = 0.0  # what data parallelism adds at least
-
-
-@dataclass(frozen=True, slots=True)
-class Costed:
-    """A layout that fits, with all of its costs but its pipeline's."""
-
-    layout: Layout
-    stages: tuple[StageTimes, ...]
-    rest_s: float  # of the step, beyond its pipeline
-    held_bytes: float
-
-
-@dataclass(frozen=True, slots=True)
-class Timed:
-    """A layout whose step time is known."""
-
-    layout: Layout
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
-    """Layouts of which the fastest is asked for."""
-
-    name: str
-    holds: Callable[[Layout], bool]
-    may: Callable[[Shape], bool]  # whether a shape can have any of them
 
 
 class Search:
@@ -119,7 +70,7 @@ class Search:
                possible: Callable[[Shape], bool] = lambda shape: True) -> Iterator[Priced]:
         """Layouts that fit and are wanted, fastest first; of equally fast ones the smaller. `wanted` is asked again
         of everything that has not come out yet; shapes that are not `possible` hold nothing that is wanted."""
-        queue = _Queue()
+        queue = Queue()
         for shape in self._shapes:
             if possible(shape):
                 for one in self.space.passes(shape):
@@ -163,7 +114,7 @@ class Search:
                 break
         return found, firsts
 
-    def _open(self, part: Part, queue: "_Queue") -> None:
+    def _open(self, part: Part, queue: Queue) -> None:
         shape, one, variant = part.shape, part.one, part.variant
         if variant is None and part.bounded == "rough":
             queue.push(self.bounds.passed_s(shape, one), replace(part, bounded="closed"))
@@ -179,7 +130,7 @@ class Search:
         else:
             self._open_variant(part, queue)
 
-    def _open_shape(self, part: Part, queue: "_Queue") -> None:
+    def _open_shape(self, part: Part, queue: Queue) -> None:
         for variant in self.space.variants(part.shape, part.one.recompute):
             self.effort.variants += 1
             if self.footprint.held_bytes(part.shape, variant, part.one) <= self.limit_bytes:
@@ -203,13 +154,13 @@ class Search:
                                     num_microbatches=variant.num_microbatches)
         return ROUNDING * max(least_s, self.bounds.closed_s(shape, variant, part.one))
 
-    def _open_variant(self, part: Part, queue: "_Queue") -> None:
+    def _open_variant(self, part: Part, queue: Queue) -> None:
         pipeline_s = self._pipeline_s(part)
         for layout in self.space.layouts(part.shape, part.variant, part.one):
             sharding = Sharding(layout.dims, layout.zero_stage, layout.reduce_every_microbatch, layout.layers_per_unit)
             queue.push(pipeline_s + self.bounds.data_parallel_s(sharding, part.variant, part.one), layout)
 
-    def _cost(self, layout: Layout, bound_s: float, queue: "_Queue") -> None:
+    def _cost(self, layout: Layout, bound_s: float, queue: Queue) -> None:
         held_bytes = self._held_bytes(layout)
         if held_bytes is not None:
             self.effort.priced += 1
@@ -223,7 +174,7 @@ class Search:
             layout.schedule, stages=item.stages, virtual_stages=layout.virtual_stages,
             num_microbatches=layout.num_microbatches))
 
-    def _time(self, item: Costed, bound_s: float, queue: "_Queue") -> None:
+    def _time(self, item: Costed, bound_s: float, queue: Queue) -> None:
         """Runs the pipeline, unless what was learned since puts the layout behind others anyway."""
         layout, least_s = item.layout, self._least_s(item)
         if least_s > bound_s:
@@ -296,21 +247,6 @@ class Search:
                 break
             seen.setdefault(str(layout), self.price(layout))
         return [one for one in seen.values() if not one.fits]
-
-
-class _Queue:
-    """Smallest time first; of equal ones the smaller rank, then what came first."""
-
-    def __init__(self) -> None:
-        self.entries: list[tuple[float, float, int, Part | Layout | Costed | Timed]] = []
-        self._ticket = itertools.count()
-
-    def push(self, bound_s: float, item: Part | Layout | Costed | Timed, *, rank: float = 0.0) -> None:
-        heapq.heappush(self.entries, (bound_s, rank, next(self._ticket), item))
-
-    def pop(self) -> tuple[float, Part | Layout | Costed | Timed]:
-        bound_s, _, _, item = heapq.heappop(self.entries)
-        return bound_s, item
 
 
 def _lightness(layout: Layout) -> tuple:

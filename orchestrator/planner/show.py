@@ -166,7 +166,8 @@ def _communication(plan: Plan) -> Table:
     for column, justify in (("axis", "left"), ("operation", "left"), ("of", "left"), ("size", "right"),
                             ("times", "right"), ("link", "left"), ("time", "right"), ("exposed", "right")):
         rows.add_column(column, justify=justify)
-    for alike in _alike(plan.communication):
+    inner_first = ("tp", "cp", "ep", "pp", "dp_shard", "dp_replicate")
+    for alike in sorted(_alike(plan.communication), key=lambda alike: inner_first.index(alike[0].axis)):
         one, total_s, exposed_s = alike[0], sum(t.seconds for t in alike), sum(t.exposed_s for t in alike)
         rows.add_row(one.axis, one.op, one.what, size(one.payload_bytes), f"{sum(t.times for t in alike):,}",
                      LINKS[one.link], seconds(total_s), Text(seconds(exposed_s), "red" if exposed_s > total_s / 2

@@ -1,8 +1,9 @@
 """Predictions held against measured runs: `orc validate TABLE.csv`.
 
 A table of published runs → each row's model, layout, cluster and software → predicted step time and memory →
-statistics per group. Called by the command line and by tests. A row's name, source and group never enter a
-prediction; the group only says which rows are compared with one another.
+statistics per group. Called by the command line and by tests. A row's id and source never enter a prediction;
+its model's name only where public sizes are found under it; its group says which rows are compared with one another,
+and which ran as one job.
 """
 from pathlib import Path
 

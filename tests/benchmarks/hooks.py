@@ -170,8 +170,8 @@ def main() -> None:
         print(f"{kind:8} step {1e3 * statistics.median(found.seconds[kind]) / asked.steps:7.2f} ms   "
               f"CPU {1e3 * statistics.median(found.cpu_s[kind]) / asked.steps:7.2f} ms")
     clock_s, busy_s = (statistics.median(of) for of in zip(*found.inside_s))
-    print(f"watched ÷ bare, median of {asked.rounds} pairs: {ratio(found.seconds['watched'], found.seconds['bare']):.4f}"
-          f", CPU {ratio(found.cpu_s['watched'], found.cpu_s['bare']):.4f}\n"
+    by_clock, by_cpu = (ratio(of["watched"], of["bare"]) for of in (found.seconds, found.cpu_s))
+    print(f"watched ÷ bare, median of {asked.rounds} pairs: {by_clock:.4f}, CPU {by_cpu:.4f}\n"
           f"inside hooks: {1e6 * clock_s:.0f} µs per step, {1e6 * busy_s:.0f} µs of CPU, which is "
           f"{100 * busy_s / STEP_S:.2f}% of {1e3 * STEP_S:.0f} ms; the agent: {100 * agent_share:.1f}% of a core")
 

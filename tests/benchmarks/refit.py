@@ -39,6 +39,8 @@ def main(table: Path, *, leave_one_out: bool) -> None:
     rows = read_table(table, group_by="group")
     known = measured_cases(rows)
     fitted = [one for one in known if one[0] in constants.FITTED_GROUPS]
+    if not fitted:
+        raise SystemExit(f"{table}: no row of {', '.join(constants.FITTED_GROUPS)}; give the table of published runs")
     if not leave_one_out:
         print(f"before {loss(fitted):.4f}")
         values = fit(fitted)

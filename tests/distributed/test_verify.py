@@ -156,6 +156,14 @@ def test_a_layout_that_the_trainer_refuses_is_told_in_a_line(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+def test_shapes_that_do_not_fit_are_told_in_the_last_line(tmp_path):
+    """Three kv heads for four heads: no rule of the trainer's, but a step cannot be computed."""
+    job = job_of(dataclasses.replace(TINY, num_heads=4, num_kv_heads=3, head_dim=8), dict(pp=2))
+    done = ask(job, tmp_path)
+    assert done.returncode == 1 and done.stdout == ""
+    assert "Error: " in done.stderr.splitlines()[-1] and "Traceback" in done.stderr
+
+
 @pytest.mark.slow
 def test_orc_verify_runs_what_orc_run_would_and_ends_well(tmp_path):
     """Ranks of three stages, told as JSON; nothing is left behind."""

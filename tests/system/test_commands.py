@@ -63,8 +63,8 @@ def test_a_secret_written_into_the_config_is_refused(tmp_path: Path) -> None:
 
 
 def test_names_are_no_markup(tmp_path: Path) -> None:
-    run_file = command_run(tmp_path, "pass", nodes=1, ranks=1)
-    assert "submitted x[red]y as job" in orc("run", run_file, "run=x[red]y", check=True).stdout
+    done = orc("run", command_run(tmp_path, "pass", nodes=1, ranks=1), "run=x[red]y")
+    assert done.returncode == 2 and "'x[red]y'" in done.stderr
 
 
 def test_data_without_text_is_refused_and_nothing_is_left(tmp_path: Path) -> None:

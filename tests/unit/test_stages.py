@@ -30,8 +30,8 @@ def exposed(found, *, axis: str, phase: str, op: str) -> tuple[float, float]:
 # layout → the share of tp's reductions in the backward that nothing hides, at least and at most
 INPUT_GRADIENTS = [({}, 0.1, 0.3),  # the few columns of queries, keys and values take less than their reduction
                    ({"sequence_parallel": False}, 0.25, 0.45),  # of twice the bytes
-                   ({"recompute": "full"}, 0.4, 0.55),  # a reduction that is repeated has no weights' gradient beside it
-                   ({"dims": {"tp": 4, "pp": 2}, "schedule": "interleaved_zero_bubble", "num_microbatches": 4}, 1.0, 1.0)]
+                   ({"recompute": "full"}, 0.4, 0.55),  # what is repeated has no weights' gradient beside it
+                   ({"dims": {"tp": 4, "pp": 2}, "schedule": "interleaved_zero_bubble", "num_microbatches": 4}, 1, 1)]
 
 
 @pytest.mark.parametrize("layout,least,most", INPUT_GRADIENTS)

@@ -16,6 +16,7 @@ from orchestrator.validation.report import report_of
 from orchestrator.validation.settle import USABLE_MEMORY, settle
 from orchestrator.validation.setup import gpu_of, setup_of
 from orchestrator.validation.table import Row
+from tests.benchmarks import accuracy
 
 # A GPT of 39.1 billion parameters on 512 A100, full recompute, published in Megatron-LM (arXiv:2104.04473, table 1):
 # t=8, p=2, 138 TFLOP/s of hardware FLOPs per GPU.
@@ -140,6 +141,19 @@ def test_tensor_parallel_loses_what_was_measured_in_a_node_and_beyond(tmp_path):
     for before, after in LOSSES:
         measured = 1 - TENSOR_PARALLEL[after][1] / TENSOR_PARALLEL[before][1]
         assert 1 - speed[after] / speed[before] == pytest.approx(measured, abs=0.1), (before, after)
+
+
+def test_predictions_stand_beside_a_fitted_rooflines(tmp_path, capsys):
+    """The benchmark's own path; it runs on the table of published runs, which does not come with orc."""
+    fitted = {"group": FITTED_GROUPS[1]}
+    path = table(tmp_path / "t.csv", MEGATRON | fitted, MEGATRON | fitted | {"mbs": 2, "tflops_per_gpu": 135}, LLAMA |
+                 {"tokens_per_s_per_gpu": 6000})
+    accuracy.main(path)
+    shown = capsys.readouterr().out
+    assert f"{FITTED_GROUPS[1]:28s} fit    2" in shown and "not fitted, dense" in shown
+    # of both rows that were fitted, by four constants
+    theirs = next(line for line in shown.splitlines() if line.startswith("fitted, dense")).split()[-1]
+    assert float(theirs.rstrip("%")) < 5
 
 
 # what a row states → seconds of a step of 8 · 8192 tokens on 8 GPUs

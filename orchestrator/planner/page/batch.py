@@ -10,7 +10,7 @@ from orchestrator.planner.cost import Priced
 from orchestrator.planner.page.asked import Asked
 from orchestrator.planner.plan import Plan
 from orchestrator.planner.question import divisors
-from orchestrator.planner.search import Group
+from orchestrator.planner.waiting import Group
 from orchestrator.planner.space import every_layout
 
 SHOWN_DP = 9

@@ -8,7 +8,7 @@ from typing import Any
 
 from jobs.spec.parallel import Layout
 from orchestrator.planner.parts import Shape
-from orchestrator.planner.search import Group
+from orchestrator.planner.waiting import Group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
