@@ -154,14 +154,14 @@ def check(config: RunConfig) -> list[Problem]:
         if getattr(config, section) is None and not config.lays_itself_out:
             refuse(section, None, "is missing; give it, or a `command:` or `entrypoint:` of your own")
     if not _RUN.fullmatch(config.run):
-        refuse("run", config.run, "must be a plain name of letters, digits, - _ and . (100 at most): it names the run's "
-               "directory")
+        refuse("run", config.run, "must be a plain name of letters, digits, - _ and . (100 at most): it names the "
+               "run's directory")
     if config.cluster.gpu not in GPUS:
         refuse("cluster.gpu", config.cluster.gpu, f"is unknown; {suggest(config.cluster.gpu, GPUS)}")
     domain, per_node = config.cluster.nvlink_domain, config.cluster.gpus_per_node
     if domain is not None and domain > 0 and per_node > 0 and domain % per_node:
-        refuse("cluster.nvlink_domain", domain, f"is no multiple of cluster.gpus_per_node={per_node}; the links join whole "
-               f"nodes: try {-(-domain // per_node) * per_node}")
+        refuse("cluster.nvlink_domain", domain, f"is no multiple of cluster.gpus_per_node={per_node}; the links join "
+               f"whole nodes: try {-(-domain // per_node) * per_node}")
     found += number_problems(dataclasses.replace(config, parallel=ParallelRequest()))
     if config.placement.spares >= config.cluster.num_nodes:
         refuse("placement.spares", config.placement.spares,

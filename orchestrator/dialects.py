@@ -129,8 +129,8 @@ def refusals(plan: Plan, *, to: str) -> list[Problem]:
                f"global_batch_size that is a multiple of {layout.microbatch_size * dims.dp}")
     if to in ("accelerate", "axolotl") and max(dims.tp, dims.cp) > 1 and dims.dp_shard == 1 and (
             dims.dp_replicate > 1 or dims.cp == 1):
-        refuse("dp_shard", 1, f"beside tp or cp and dp_replicate={dims.dp_replicate} leaves {to}'s FSDP nothing to shard "
-               "over; plan again with parallel.dp_replicate=1 and parallel.dp_shard of 2 or more")
+        refuse("dp_shard", 1, f"beside tp or cp and dp_replicate={dims.dp_replicate} leaves {to}'s FSDP nothing to "
+               "shard over; plan again with parallel.dp_replicate=1 and parallel.dp_shard of 2 or more")
     if to == "megatron" and layout.virtual_stages > 1 and dims.pp > 1 and layout.num_microbatches % dims.pp:
         refuse("num_microbatches", layout.num_microbatches, f"is no multiple of pp={dims.pp}, which megatron's "
                f"interleaved schedule asks for; try {-(-layout.num_microbatches // dims.pp) * dims.pp}")
@@ -143,7 +143,8 @@ def wishes_for(request: ParallelRequest, *, tool: str) -> ParallelRequest:
     sayable: dict[str, tuple[Any, ...]] = dict(known.only) | {"layers_per_unit": (1,)} | {
         name: tuple(value for value in CHOICES[name] if value not in wordless)
         for name, wordless in known.nearest.items()}
-    narrowed, problems = {}, []
+    narrowed: dict[str, Any] = {"mesh_order": list(known.order)} if request.mesh_order == "auto" else {}
+    problems = []
     for name, values in sayable.items():
         asked = request.options(name)
         both = list(values if asked is None else [value for value in asked if value in values])

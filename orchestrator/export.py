@@ -53,8 +53,8 @@ def _accelerate(layout: Layout, job: PlannedJob) -> str:
     not FSDP there, and knows no parallelism_config."""
     dims = layout.dims
     sync = ", sync_each_batch=True" if layout.reduce_every_microbatch else ""
-    script = _comment(f"in the script: {layout.microbatch_size} sequences of {job.seq_len} tokens per rank, Accelerator("
-                      "gradient_accumulation_plugin=GradientAccumulationPlugin("
+    script = _comment(f"in the script: {layout.microbatch_size} sequences of {job.seq_len} tokens per rank, Accelerator"
+                      "(gradient_accumulation_plugin=GradientAccumulationPlugin("
                       f"num_steps={layout.num_microbatches}{sync}))")
     plain = dims.fsdp == dims.tp == 1
     data: dict[str, Any] = {

@@ -35,22 +35,22 @@ def read_request(path: Path, *, request: ParallelRequest) -> ParallelRequest:
     try:
         _, data = parse_yaml(path)
     except ValueError as error:
-        raise SpecError([Problem(where="--from", value=str(path), message=f"cannot be read: {error}; give an Accelerate "
-                                 "or Axolotl YAML")]) from error
+        raise SpecError([Problem(where="--from", value=str(path), message=f"cannot be read: {error}; give an "
+                                 "Accelerate or Axolotl YAML")]) from error
     problems: list[Problem] = []
     if any(key in data for key in ("distributed_type", "parallelism_config", "compute_environment")):
         wishes = _accelerate(data, problems)
     elif any(key in data for key in (*AXOLOTL_DEGREES, "base_model", "fsdp_config")):
         wishes = _axolotl(data, problems)
     else:
-        problems.append(Problem(where="--from", value=str(path), message="is neither Accelerate's YAML (distributed_type"
-                                ", parallelism_config) nor Axolotl's (base_model, dp_shard_size, …)"))
+        problems.append(Problem(where="--from", value=str(path), message="is neither Accelerate's YAML "
+                                "(distributed_type, parallelism_config) nor Axolotl's (base_model, dp_shard_size, …)"))
         wishes = {}
     for name, value in wishes.items():
         asked = request.options(name)
         if asked is not None and value not in asked:
-            problems.append(Problem(where=f"parallel.{name}", value=getattr(request, name), message=f"contradicts {name}="
-                                    f"{value} of {path.name}; leave it auto, or change the file"))
+            problems.append(Problem(where=f"parallel.{name}", value=getattr(request, name), message="contradicts "
+                                    f"{name}={value} of {path.name}; leave it auto, or change the file"))
     if problems:
         raise SpecError([dataclasses.replace(p, origin=p.origin or path.name) for p in problems])
     return dataclasses.replace(request, **wishes)
@@ -59,8 +59,8 @@ def read_request(path: Path, *, request: ParallelRequest) -> ParallelRequest:
 def _accelerate(data: dict[str, Any], problems: list[Problem]) -> dict[str, Any]:
     kind = data.get("distributed_type", "FSDP")
     if kind not in ("FSDP", "MULTI_GPU", "MULTI_CPU", "NO"):
-        problems.append(Problem(where="distributed_type", value=kind, message="has a layout of its own, which is not read"
-                                "; try FSDP, MULTI_GPU or NO"))
+        problems.append(Problem(where="distributed_type", value=kind, message="has a layout of its own, which is not "
+                                "read; try FSDP, MULTI_GPU or NO"))
         return {}
     wishes: dict[str, Any] = {"pp": 1, "ep": 1, "tp": 1, "cp": 1}
     processes: dict[str, Any] = {}
@@ -83,8 +83,8 @@ def _accelerate(data: dict[str, Any], problems: list[Problem]) -> dict[str, Any]
                                 "Ulysses sequence parallelism, which is neither planned nor trained here; try 1 and "
                                 "cp_size"))
     if "cp_comm_strategy" in sizes and wishes["cp"] > 1:
-        _word(sizes["cp_comm_strategy"], CP_METHODS, "cp_method", f"parallelism_config.{PREFIX}cp_comm_strategy", wishes,
-              problems)
+        _word(sizes["cp_comm_strategy"], CP_METHODS, "cp_method", f"parallelism_config.{PREFIX}cp_comm_strategy",
+              wishes, problems)
     ranks = math.prod(wishes.get(axis, 1) for axis in ("dp_replicate", "dp_shard", "cp", "tp"))
     if section and processes and ranks != processes["world"]:
         problems.append(Problem(where="num_processes", value=processes["world"], message="contradicts the "
@@ -150,8 +150,8 @@ def _fsdp(fsdp: dict[str, Any], prefix: str, problems: list[Problem], *, sharded
     if fsdp.get("activation_checkpointing") in (True, "true"):
         wishes["recompute"] = "full"
     if fsdp.get("offload_params") in (True, "true"):
-        problems.append(Problem(where=f"{prefix}offload_params", value=True, message="moves parameters to the host, which"
-                                " is neither planned nor trained here; try false"))
+        problems.append(Problem(where=f"{prefix}offload_params", value=True, message="moves parameters to the host, "
+                                "which is neither planned nor trained here; try false"))
     return wishes
 
 

@@ -213,6 +213,9 @@ def _activations_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSp
         ends = stage == layout.num_stages - 1 or (layout.num_stages > 1 and not software.frees_outputs)
         boundary = 2 * hidden if ends else hidden
         total += held * (blocks + boundary)
+    if software == OURS and layout.sequence_parallel and dims.tp > 1:
+        # Whole for a moment, and one block's: the gradient of its output, its input, and the gradient of that.
+        again += 3 * hidden * dims.tp
     return int(total), int(again)
 
 

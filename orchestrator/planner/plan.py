@@ -180,14 +180,15 @@ def layout_from_flat(flat: dict[str, Any]) -> Layout:
     dims = {axis: rest.pop(axis) for axis in AXES if axis in rest}
     if "mesh_order" in rest:
         dims["order"] = rest.pop("mesh_order")
-    layout = from_dict(Layout, rest | {"dims": to_dict(from_dict(ParallelDims, dims, origin="layout"))}, origin="layout")
+    nested = {"dims": to_dict(from_dict(ParallelDims, dims, origin="layout"))}
+    layout = from_dict(Layout, rest | nested, origin="layout")
     counts = {name: value for name, value in flat.items() if isinstance(value, int) and not isinstance(value, bool)}
     counts |= {f"layers_per_stage[{i}]": count for i, count in enumerate(layout.layers_per_stage)}
     problems = [Problem(where=name, value=value, message="must be at least 1", origin="layout")
                 for name, value in counts.items() if value < 1]
     if len(layout.layers_per_stage) != layout.num_stages or sorted(layout.dims.order) != sorted(MESH_ORDER):
-        problems.append(Problem(where="layers_per_stage", value=list(layout.layers_per_stage), message="or mesh_order do "
-                                f"not go with pp={layout.dims.pp} × virtual_stages={layout.virtual_stages}",
+        problems.append(Problem(where="layers_per_stage", value=list(layout.layers_per_stage), message="or mesh_order "
+                                f"do not go with pp={layout.dims.pp} × virtual_stages={layout.virtual_stages}",
                                 origin="layout"))
     if problems:
         raise SpecError(problems)
@@ -221,8 +222,8 @@ def plan_from_dict(data: dict[str, Any]) -> Plan:
     data["memory"] = [{k: v for k, v in entry.items() if k != "total_bytes"} for entry in data["memory"]]
     data["communication"] = [{k: v for k, v in entry.items() if k != "wire_bytes"} for entry in data["communication"]]
     plan = from_dict(Plan, data, origin="plan.json")
-    problems = [Problem(where=f"job.{name}", value=getattr(plan.job, name), message="must be at least 1", origin="plan.json")
-                for name in ("num_nodes", "gpus_per_node", "seq_len", "global_batch_size")
+    problems = [Problem(where=f"job.{name}", value=getattr(plan.job, name), message="must be at least 1",
+                        origin="plan.json") for name in ("num_nodes", "gpus_per_node", "seq_len", "global_batch_size")
                 if getattr(plan.job, name) < 1]
     if problems:
         raise SpecError(problems)

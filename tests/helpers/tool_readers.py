@@ -39,8 +39,8 @@ def accelerate(file: str, world: int, _own: list[str]) -> dict:
         "dp_replicate": config.dp_replicate_size, "dp_shard": config.dp_shard_size, "tp": config.tp_size,
         "cp": config.cp_size, "cp_method": config.cp_handler.cp_comm_strategy if config.cp_size > 1 else None,
         "reshard": plugin.reshard_after_forward, "recompute": plugin.activation_checkpointing,
-        "wraps": plugin.auto_wrap_policy.__name__, "offload": bool(plugin.cpu_offload and
-                                                                   type(plugin.cpu_offload).__name__ != "OffloadPolicy"),
+        "wraps": plugin.auto_wrap_policy.__name__,
+        "offload": bool(plugin.cpu_offload and type(plugin.cpu_offload).__name__ != "OffloadPolicy"),
         "total": config.total_size}
 
 
@@ -61,7 +61,8 @@ def axolotl(file: str, world: int, _own: list[str]) -> dict:
     own = {"base_model": "nobody/model", "datasets": [{"path": "nobody/data", "type": "alpaca"}],
            "learning_rate": 1e-4, "optimizer": "adamw_torch", "num_epochs": 1, "output_dir": "out",
            "sample_packing": False}
-    capabilities = {"bf16": True, "fp8": False, "tf32": True, "n_gpu": world, "n_node": 1, "compute_capability": "sm_90"}
+    capabilities = {"bf16": True, "fp8": False, "tf32": True, "n_gpu": world, "n_node": 1,
+                    "compute_capability": "sm_90"}
     cfg = validate_config(DictDefault(own | data), capabilities=capabilities,
                           env_capabilities={"torch_version": "2.13.0"})
     sizes = _get_parallel_config_kwargs(world, cfg.tensor_parallel_size, cfg.context_parallel_size, cfg.dp_shard_size,
@@ -90,7 +91,8 @@ def torchtitan(file: str, world: int, own: list[str]) -> dict:
     assert training.global_batch_size % batch == 0
     with torch.device("meta"):
         model = config.model_spec.model.build()
-    names = [f"layers.{i}" for i, _ in enumerate(model.layers)] + [n for n, _ in model.named_children() if n != "layers"]
+    names = [f"layers.{i}" for i, _ in enumerate(model.layers)]
+    names += [name for name, _ in model.named_children() if name != "layers"]
     parts = parallelism.module_fqns_per_model_part
     return {axis: getattr(dims, axis) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")} | {
         "accumulation": training.global_batch_size // batch, "local": training.local_batch_size,
@@ -123,7 +125,8 @@ def megatron(file: str, world: int, own: list[str]) -> dict:
     return _megatron_facts(config, layout) | {
         "dp": args.data_parallel_size, "microbatch_size": args.micro_batch_size, "batch": args.global_batch_size,
         "seq_len": args.seq_length, "sharding": args.use_megatron_fsdp and args.data_parallel_sharding_strategy,
-        "distributed_optimizer": args.use_distributed_optimizer, "dp_replicate": args.num_distributed_optimizer_instances,
+        "distributed_optimizer": args.use_distributed_optimizer,
+        "dp_replicate": args.num_distributed_optimizer_instances,
         "overlap": args.overlap_grad_reduce and args.overlap_param_gather}
 
 
@@ -142,7 +145,8 @@ def megatron_core(file: str, world: int, own: list[str]) -> dict:
             given[name] = True
         else:
             given[name] = int(word) if word.isdigit() else word
-    fields = {cls: {f.name for f in dataclasses.fields(cls)} for cls in (TransformerConfig, DistributedDataParallelConfig)}
+    classes = (TransformerConfig, DistributedDataParallelConfig)
+    fields = {cls: {f.name for f in dataclasses.fields(cls)} for cls in classes}
     unknown = set(given) - loop - set.union(*fields.values())
     if "pipeline_model_parallel_layout" in given:
         stages = given["pipeline_model_parallel_layout"].count("|") + 1
@@ -150,7 +154,8 @@ def megatron_core(file: str, world: int, own: list[str]) -> dict:
     import torch
     config = TransformerConfig(pipeline_dtype=torch.bfloat16, **{k: v for k, v in given.items() if k in fields[
         TransformerConfig]})
-    ddp = DistributedDataParallelConfig(**{k: v for k, v in given.items() if k in fields[DistributedDataParallelConfig]})
+    ddp = DistributedDataParallelConfig(**{k: v for k, v in given.items()
+                                           if k in fields[DistributedDataParallelConfig]})
     return _megatron_facts(config, config.pipeline_model_parallel_layout) | {
         "unknown": sorted(unknown), "sharding": given.get("use_megatron_fsdp", False) and
         ddp.data_parallel_sharding_strategy, "dp_replicate": ddp.num_distributed_optimizer_instances,

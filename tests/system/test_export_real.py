@@ -78,9 +78,10 @@ def planned(name: str) -> Plan:
     model, degrees, rest = CASES[name]
     dims = ParallelDims(**degrees)
     layout = Layout(**{"dims": dims, "microbatch_size": 1,
-                       "layers_per_stage": split_layers(model.num_layers, dims.pp * rest.get("virtual_stages", 1))} | rest)
-    job = PlannedJob(model=model.name, num_params=1, cluster="h100", num_nodes=-(-dims.world_size // 8), gpus_per_node=8,
-                     gpu="h100", seq_len=4096, global_batch_size=layout.slots, param_dtype="bfloat16", headroom=0.1)
+                       "layers_per_stage": split_layers(model.num_layers,
+                                                        dims.pp * rest.get("virtual_stages", 1))} | rest)
+    job = PlannedJob(model=model.name, num_params=1, cluster="h100", num_nodes=-(-dims.world_size // 8),
+                     gpus_per_node=8, gpu="h100", seq_len=4096, global_batch_size=layout.slots, param_dtype="bfloat16", headroom=0.1)
     return dataclasses.replace(priced(), job=job, layout=layout)
 
 
@@ -104,7 +105,8 @@ def python_of(tmp_path_factory):
         alone = [name for name in PACKAGES[tool] if name.partition("==")[0] in WITHOUT_DEPENDENCIES]
         rest = [name for name in PACKAGES[tool] if name not in alone]
         for packages in (["--no-deps", *alone], rest):
-            done = subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], capture_output=True, text=True)
+            done = subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], capture_output=True,
+                                  text=True)
             if done.returncode:
                 pytest.skip(f"{tool} does not install here: {done.stderr.strip().splitlines()[-1:]}")
         return str(python)

@@ -3,6 +3,7 @@ import dataclasses
 
 import pytest
 
+from jobs.spec.counts import layer_matmul_params
 from orchestrator.planner import constants
 from orchestrator.planner.compute import (Shape, chip_of, head_times, layer_times, matmul_s, optimizer_s, shape_of,
                                           tiled_s)
@@ -70,7 +71,8 @@ def test_launches_bound_a_tiny_layer_on_a_gpu_and_add_up_on_a_cpu():
 
 
 # recompute, software → what is repeated before the backward, in forwards
-AGAIN = [("none", {}, 0.0, 0.0), ("full", {}, 1.0, 1.0), ("selective", {}, 0.02, 0.6),
+AGAIN = [("none", {}, 0.0, 0.0), ("full", {}, 1.0, 1.0), ("selective", {}, 0.02, 0.3),
+         ("selective", {"selective_share": 0.5}, 0.4, 0.7),  # and every second matmul
          ("selective", {"selective_keeps_matmuls": False}, 0.0, 0.0),  # a fused kernel saves nothing
          ("selective", {"selective_keeps_matmuls": False, "flash_attention": False}, 0.1, 0.8)]
 
@@ -117,6 +119,22 @@ def test_a_head_costs_what_its_vocabulary_weighs():
     small, large = (head_times(dataclasses.replace(LLAMA3_8B, vocab_size=v), shape=shape(), chip=CHIP).forward_s
                     for v in (16384, 131072))
     assert large == pytest.approx(8 * small, rel=0.1)
+
+
+def test_every_expert_of_a_rank_is_launched_by_itself():
+    from jobs.spec.model import MoeSpec
+    model = dataclasses.replace(SMALL, moe=MoeSpec(num_experts=16, top_k=2, ffn_dim=64))
+    kernels = constants.BLOCK_KERNELS["eager"] + constants.ROUTING_KERNELS
+    for ep in (1, 8):
+        tiny = times(model, tokens=64, seq_len=64, ep=ep)
+        launched = kernels + constants.EXPERT_KERNELS["plain"] * 16 / ep
+        assert tiny.forward_s == pytest.approx(launched * constants.LAUNCH_S["cuda"])
+
+
+def test_gradients_are_summed_per_microbatch_unless_the_matmul_does():
+    plain, fused = (times(software=dataclasses.replace(OURS, sums_in_matmul=flag)).weights_s for flag in (False, True))
+    weights = layer_matmul_params(LLAMA3_8B)
+    assert plain - fused == pytest.approx((2 + 2 * 4) * weights / CHIP.memory_bytes_s)
 
 
 def test_experts_split_what_ep_ranks_hold():

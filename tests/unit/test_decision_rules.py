@@ -134,7 +134,7 @@ TOO_BIG = [(WIDE_33B, "infiniband", 32, False, True), (LLAMA3_70B, "8 nodes", 64
            (LLAMA3_8B, "infiniband", 64, False, True), (NARROW, "infiniband", 64, True, True)]
 
 
-@pytest.mark.parametrize("model,cluster,batch,one_gpu,one_node", TOO_BIG, ids=lambda one: getattr(one, "name", str(one)))
+@pytest.mark.parametrize("model,cluster,batch,one_gpu,one_node", TOO_BIG, ids=lambda v: getattr(v, "name", str(v)))
 def test_what_does_not_fit_is_held_by_tp_then_pp_or_zero3_and_the_rest_replicates(model, cluster, batch, one_gpu,
                                                                                  one_node):
     """Replicas alone hold what one GPU holds; tp inside the node holds what a node does; more is held by pipelines or

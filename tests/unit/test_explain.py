@@ -17,7 +17,7 @@ from orchestrator.planner.explain import diff, explain, parse_wishes
 from orchestrator.planner.question import Question
 from orchestrator.planner.search import Search
 from orchestrator.planner.show_explain import axes_table, diff_table, show_explained
-from tests.helpers.planning import LLAMA3_8B, LLAMA3_70B, SMALL, cpu, h100, training
+from tests.helpers.planning import LLAMA3_8B, SMALL, cpu, h100, training
 
 ROOT = Path(__file__).parents[2]
 WIDE = dataclasses.replace(LLAMA3_8B, num_kv_heads=32)  # tp up to 32 is a question of links alone
@@ -137,43 +137,6 @@ def test_explanations_fit_a_terminal_of_100_columns(small):
     assert max(map(len, shown.splitlines())) <= 100
     for word in ("with tp", "asked for", "winner", "MFU", "+100.0%"):
         assert word in shown
-
-
-# ------------------------------------------------------------------ cliffs of the links
-def step_s(tp, *, nodes=4, **cluster) -> float:
-    """Best layout with this tp and everything else of the job alike."""
-    question = question_of(WIDE, h100(nodes, **cluster), global_batch_size=64, wide=True, **GPUS)
-    return best_of(question, tp=tp, pp=1, cp=1, recompute="none", layers_per_unit=1).predicted.step_time_s
-
-
-def test_tp_inside_a_node_costs_little_and_across_nodes_falls_off_a_cliff():
-    """The field's figures: about 10% over NVLink of 8, 42% at 16 and 65% at 32 across nodes."""
-    alone, eight, sixteen, thirty_two = (step_s(tp) for tp in (1, 8, 16, 32))
-    loss = [1 - alone / slower for slower in (eight, sixteen, thirty_two)]
-    assert 0.02 < loss[0] < 0.35 and loss[0] + 0.1 < loss[1] < loss[2] and loss[2] > 0.5
-
-
-def test_tp_over_pcie_is_not_advised():
-    pcie = question_of(LLAMA3_8B, h100(1, intra_node_gb_s=25.0), global_batch_size=16, **GPUS)
-    assert best_of(pcie).layout.dims.tp == 1
-    slow, fast = step_s(8, nodes=1, intra_node_gb_s=25.0), step_s(8, nodes=1)
-    assert slow > 1.5 * fast
-
-
-@pytest.mark.parametrize("model,nodes,batch", [(LLAMA3_8B, 4, 64), (LLAMA3_70B, 8, 64), (WIDE, 4, 64)])
-def test_the_winner_never_puts_tp_across_slow_links(model, nodes, batch):
-    """Even where it is allowed."""
-    question = question_of(model, h100(nodes, inter_node_gb_s=12.5), global_batch_size=batch, wide=True, **GPUS)
-    dims = best_of(question, layers_per_unit=1, reduce_every_microbatch=False, cp_method="ring").layout.dims
-    assert 8 % dims.tp == 0
-
-
-def test_what_does_not_fit_is_sharded_before_it_is_replicated():
-    """TP, PP or ZeRO-3 hold a model that one GPU cannot; what fits is replicated or sharded and nothing more."""
-    big = best_of(question_of(LLAMA3_70B, h100(4), global_batch_size=32, **GPUS), layers_per_unit=1).layout
-    assert big.dims.tp * big.dims.pp * (big.dims.fsdp if big.zero_stage == 3 else 1) > 1
-    fits = best_of(question_of(SMALL, h100(1), global_batch_size=64, seq_len=512, param_dtype="bfloat16")).layout.dims
-    assert fits.tp == fits.pp == 1
 
 
 # ------------------------------------------------------------------ the command

@@ -6,7 +6,9 @@ import types
 import pytest
 
 from orchestrator.planner.schedules import order, peak_held, rank_of, stages_of
-from orchestrator.planner.timeline import StageTimes, lower_bound_s, pipeline_s, timeline
+from orchestrator.planner.timeline import (StageTimes, durations_of, lower_bound_s, pipeline_s, pipeline_way, timeline,
+                                            way_s)
+from orchestrator.planner.ways import Ways
 
 # schedule, stages per rank
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4),
@@ -184,3 +186,32 @@ def test_a_rank_does_one_thing_at_a_time_and_its_spans_fill_the_step(schedule, v
         assert spans[0].start_s == 0.0 and spans[-1].end_s == pytest.approx(found.total_s)
         assert all(a.end_s == pytest.approx(b.start_s) for a, b in zip(spans, spans[1:]))
         assert found.busy_s(rank) + found.bubble_s(rank) == pytest.approx(found.total_s)
+
+
+@pytest.mark.parametrize("schedule,v", SCHEDULES)
+@pytest.mark.parametrize("p,rounds", [(2, 2), (2, 40), (3, 5), (4, 2), (4, 18)])
+def test_the_longest_way_of_one_step_bounds_every_other(schedule, v, p, rounds):
+    """Whatever the durations; of the step that it was taken from it is the whole time, or most of it where a steady state
+    is continued (40 rounds of 2, 18 of 4)."""
+    rng = random.Random(f"{schedule} {v} {p} {rounds}")
+    step = {"virtual_stages": v, "num_microbatches": p * rounds}
+    for _ in range(6):
+        one, other = uneven(rng, p * v), uneven(rng, p * v)
+        total_s, way = pipeline_way(schedule, stages=one, **step)
+        own_s = way_s(way, durations_of(one))
+        assert own_s == pytest.approx(total_s) if rounds <= 5 else 0.9 * total_s <= own_s <= total_s * (1 + 1e-9)
+        exact = timeline(schedule, stages=other, **step).total_s
+        assert way_s(way, durations_of(other)) <= exact * (1 + 1e-9)
+        assert way_s(way, durations_of(other)) >= 0.3 * exact  # it is a way through, and not a part of one
+
+
+def test_ways_are_handed_on_and_only_lengthen_the_bound():
+    rng, ways = random.Random(3), Ways()
+    step = {"virtual_stages": 2, "num_microbatches": 12}
+    stages = [uneven(rng, 8) for _ in range(8)]
+    bounds = []
+    for one in stages:
+        bounds.append(ways.least_s("zbv", stages=stages[0], **step))
+        total_s = ways.run("zbv", stages=one, **step)
+        assert ways.least_s("zbv", stages=one, **step) == pytest.approx(total_s)
+    assert all(later >= earlier * (1 - 1e-12) for earlier, later in zip(bounds, bounds[1:]))
