@@ -57,6 +57,7 @@ def stage_memory(model: ModelSpec, layout: Layout, *, training: TrainingSpec, st
     logits = _logits_bytes(model, layout, training=training, software=software) if last else 0
     # Logits are gone before the first block of the backward is recomputed and the unit behind it gathered.
     activations, left = kept + max(0, again - logits), max(0, logits - again)
+    second = _second_halves_bytes(layout, training=training, shards=shards, software=software)
     gathered, ahead = _gathered_bytes(model, layout, training=training, rank=stage, software=software)
     reduction = _reduction_bytes(model, layout, training=training, rank=stage, activations=activations, logits=logits,
                                  software=software)
@@ -65,7 +66,7 @@ def stage_memory(model: ModelSpec, layout: Layout, *, training: TrainingSpec, st
         layers=sum(layout.layers_per_stage[s] for s in layout.stages(stage)),
         in_flight=in_flight(layout, stage),
         parameters_bytes=parameters,
-        gradients_bytes=gradients,
+        gradients_bytes=gradients + max(0, second - logits),  # few are there yet when the logits are
         optimizer_bytes=_optimizer_bytes(layout, shards=shards, training=training, software=software),
         gathered_bytes=gathered + max(0, ahead - left) + reduction,
         activations_bytes=activations,
@@ -104,10 +105,16 @@ def _states(layout: Layout, *, training: TrainingSpec, shards: _Shards, software
     # Gradients are reduced with the last microbatch, so until then a rank sums the unsharded gradients of its
     # stage (torch's pipeline stages do the same). The shards replace them unit by unit: the larger counts.
     accumulates = layout.num_microbatches > 1 and not layout.reduce_every_microbatch
-    if accumulates and layout.dims.pp > 1 and layout.schedule in ZERO_BUBBLE_SCHEDULES and layout.recompute == "none":
-        # What the second halves of a stage's backwards have added is in param_dtype until its next first half.
-        whole += DTYPE_BYTES[training.param_dtype] * shards.whole // layout.virtual_stages
     return sharded, max(sharded, whole) if accumulates else sharded
+
+
+def _second_halves_bytes(layout: Layout, *, training: TrainingSpec, shards: _Shards, software: Software) -> int:
+    """Of gradients that the second halves of split backwards have added under FSDP: in param_dtype, until the next
+    first half moves them to the sums."""
+    split = layout.dims.pp > 1 and layout.schedule in ZERO_BUBBLE_SCHEDULES and layout.recompute == "none"
+    if not split or _whole_weights(layout) or layout.reduce_every_microbatch or software.keeps_half_weights:
+        return 0
+    return DTYPE_BYTES[training.param_dtype] * shards.whole
 
 
 def _optimizer_bytes(layout: Layout, *, shards: _Shards, training: TrainingSpec, software: Software) -> int:
