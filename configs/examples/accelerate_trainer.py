@@ -51,7 +51,8 @@ def main() -> None:
                 if report is not None:
                     report.checkpoint(step)
             accelerator.wait_for_everyone()
-    accelerator.print(f"final loss {mean:.10f}")
+        if step == args.steps:
+            accelerator.print(f"final loss {mean:.10f}")
     accelerator.end_training()
 
 

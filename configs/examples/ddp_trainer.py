@@ -44,8 +44,9 @@ def main() -> None:
                 save(args.folder, model, optimizer, step=step)
                 report.checkpoint(step)
             dist.barrier()
-    if dist.get_rank() == 0:
-        print(f"final loss {loss.item():.10f}")
+        if step == args.steps and dist.get_rank() == 0:
+            print(f"final loss {loss.item():.10f}")
+    del replica  # before its group: the last to hold a group of gloo may wait, with Python's lock, for a thread of it
     dist.destroy_process_group()
 
 

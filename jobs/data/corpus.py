@@ -32,6 +32,7 @@ class Piece:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
     text: str
+    line: int  # of the file: where it begins
     opens: bool = True
     closes: bool = True
 
@@ -69,13 +70,13 @@ def documents_of(piece: Piece, *, field: str) -> tuple[list[Document], list[Prob
         text = _decode(piece.content, where=f"{piece.path}:{piece.first_line}")
         if isinstance(text, Problem):
             return [], [text]
-        return [Document(text=text, opens=piece.opens, closes=piece.closes)], []
+        return [Document(text=text, line=piece.first_line, opens=piece.opens, closes=piece.closes)], []
     found, problems = [], []
     for number, line in enumerate(piece.content.split(b"\n"), start=piece.first_line):
         if line.strip():
             text = _field_of(line, field=field, where=f"{piece.path}:{number}")
             problems += [text] if isinstance(text, Problem) else []
-            found += [Document(text=text)] if isinstance(text, str) and text else []
+            found += [Document(text=text, line=number)] if isinstance(text, str) and text else []
     return found, problems
 
 
@@ -129,15 +130,18 @@ def _text_pieces(contents: Iterator[bytes], path: str) -> Iterator[Piece]:
 
 def _cut(blocks: Iterator[bytes], *, at_lines: bool) -> Iterator[bytes]:
     """The content in pieces that end with a line; in a text, if no line ends in time, with a character."""
-    rest = b""
+    rest: list[bytes] = []  # joined once: a line may be many blocks long
     for block in blocks:
-        block = rest + block
-        cut = block.rfind(b"\n") + 1 or (0 if at_lines else _last_character(block))
+        cut = block.rfind(b"\n") + 1
+        if not cut and not at_lines:
+            block, rest = b"".join((*rest, block)), []
+            cut = _last_character(block)
         if cut:
-            yield block[:cut]
-        rest = block[cut:]
-    if rest:
-        yield rest
+            yield b"".join((*rest, block[:cut]))
+            rest = []
+        rest.append(block[cut:])
+    if last := b"".join(rest):
+        yield last
 
 
 def _last_character(block: bytes) -> int:
@@ -168,7 +172,7 @@ def _field_of(line: bytes, *, field: str, where: str) -> str | Problem:
 
     try:
         row = json.loads(line)
-    except ValueError as error:  # of UTF-8, too
+    except (ValueError, RecursionError) as error:  # of UTF-8, too
         return problem(line[:60].decode(errors="replace"), f"is not JSON ({error}); one object per line is expected")
     if not isinstance(row, dict):
         return problem(line[:60].decode(errors="replace"), "is no JSON object; one per line is expected")
@@ -177,4 +181,15 @@ def _field_of(line: bytes, *, field: str, where: str) -> str | Problem:
         return problem(None, f"has no field {field!r} but {names or 'none'}; name one with --jsonl-field")
     if not isinstance(row[field], str):
         return problem(row[field], f"is no text: field {field!r}; name another with --jsonl-field, or repair the line")
+    if not _is_unicode(row[field]):
+        return problem(None, f"holds half of a surrogate pair (\\ud800 to \\udfff) in field {field!r}; repair the line")
     return row[field]
+
+
+def _is_unicode(text: str) -> bool:
+    """JSON can spell what UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -138,9 +138,9 @@ def _encode(piece: Piece, recipe: Recipe) -> Encoded:
     tokenizer = _tokenizer(recipe)
     documents, problems = documents_of(piece, field=recipe.field)
     if recipe.tokenizer == BYTES:
-        bad = [document for document in documents if "\0" in document.text]
-        problems += [Problem(where=f"{piece.path}:{piece.first_line}", value=None, message="holds a text with byte 0, "
-                             "which ends documents of bytes; take it out, or use a tokenizer file")] if bad else []
+        problems += [Problem(where=f"{piece.path}:{document.line}", value=None, message="holds a text with byte 0, "
+                             "which ends documents of bytes; take it out, or use a tokenizer file")
+                     for document in documents if "\0" in document.text]
         documents = [document for document in documents if "\0" not in document.text]
     sequences = []
     for document, tokens in zip(documents, tokenizer.encode([document.text for document in documents]), strict=True):

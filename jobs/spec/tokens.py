@@ -90,7 +90,12 @@ def read_info(tokens: Path) -> TokensInfo:
     described = info_path(tokens)
     if not described.is_file():
         return found
-    info = from_dict(TokensInfo, json.loads(described.read_text()), origin=str(described))
+    try:
+        content = json.loads(described.read_text())
+    except (ValueError, RecursionError) as error:  # of UTF-8, too
+        raise _refusal(tokens, f"has a description that is not JSON, {described.name} ({error}); make it again, or "
+                               f"remove {described.name}") from None
+    info = from_dict(TokensInfo, content, origin=str(described))
     if (info.num_tokens, info.dtype, info.num_documents) != (found.num_tokens, found.dtype, found.num_documents):
         raise _refusal(tokens, f"is not what {described.name} describes; make them again, or remove {described.name}")
     return info

@@ -6,8 +6,10 @@ once), the values (FakeTensorMode), the routing (even: jobs.verify.routing), and
 kernels (jobs.verify.kernels). What a kernel or NCCL allocates for itself is not seen.
 """
 import contextlib
+import dataclasses
 import time
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from torch.distributed.pipelining._utils import InferenceMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from jobs.mesh import all_reduce, build_mesh, coordinate, local_of
+from jobs.model.rule import Rule
 from jobs.optim import Optimizer
 from jobs.own import parallelize_own
 from jobs.parallel import ParallelModel, parallelize
@@ -52,7 +55,7 @@ def verify(job: JobSpec, *, rank: int) -> RankReport:
         axes = axes_of_groups(mesh, parallel.expert_mesh)
         memory, log = PeakMemory(parallel, optimizer, axes=axes), CollectiveLog(axes)
         routing = EvenRouting() if isinstance(job.model, ModelSpec) and job.model.moe else contextlib.nullcontext()
-        with kernels_of(job.device), mode, routing, memory, log:
+        with kernels_of(job.device), whole_documents(), mode, routing, memory, log:
             step(job, parallel=parallel, optimizer=optimizer, mesh=mesh)
         here = coordinate(mesh)
         return RankReport(rank=rank, coordinate=here, stages=job.layout.stages(here["pp"]),
@@ -77,15 +80,30 @@ def kernels_of(device: Device) -> contextlib.AbstractContextManager:
 def step(job: JobSpec, *, parallel: ParallelModel, optimizer: Optimizer, mesh: DeviceMesh) -> None:
     """As Trainer._step, without its clocks and reports."""
     layout = job.layout
-    tokens = None
+    tokens = documents = None
+    rows = layout.microbatch_size * layout.num_microbatches
     if parallel.holds_first or parallel.holds_last:
-        rows = layout.microbatch_size * layout.num_microbatches
         tokens = torch.zeros(rows, job.training.seq_len // layout.dims.cp, dtype=torch.int64)
-    loss = parallel.forward_backward(tokens, tokens, step=1)
+    if job.data is not None and job.data.document_mask:
+        documents = torch.zeros(rows, job.training.seq_len, dtype=torch.int32)
+    loss = parallel.forward_backward(tokens, tokens, documents=documents, step=1)
     if parallel.holds_last:
         all_reduce(loss, mesh=mesh, axes=LOSS_AXES)
     optimizer.step(1)
     parallel.refresh_weights()
+
+
+@contextlib.contextmanager
+def whole_documents() -> Iterator[None]:
+    """Where documents are masked, which keys are met depends on their values, and there are none: every sequence is one
+    document, which meets the most keys. The masks are made all the same."""
+    of_values = Rule.lowest
+
+    def lowest(rule: Rule, position: int) -> tuple[int, int]:
+        return of_values(dataclasses.replace(rule, tokens=None), position)
+
+    with patch.object(Rule, "lowest", lowest):
+        yield
 
 
 class _NoValues:

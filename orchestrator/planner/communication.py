@@ -119,13 +119,13 @@ def _context_parallel(book: Book) -> None:
         # the keys and values once more, and their gradients, which come home with one hop more
         book.add("cp", "send_recv", "keys and values", payload_bytes=block, times=(layers + again) * (dims.cp - 1),
                  phase="backward")
-        book.add("cp", "send_recv", "their gradients", payload_bytes=gradients, phase="backward",
+        book.add("cp", "send_recv", "keys' and values' gradients", payload_bytes=gradients, phase="backward",
                  times=layers * dims.cp if dims.cp > 1 else 0)
     else:
         book.add("cp", "all_gather", "keys and values", payload_bytes=block * dims.cp, times=layers, phase="forward")
         book.add("cp", "all_gather", "keys and values", payload_bytes=block * dims.cp, times=layers + again,
                  phase="backward")
-        book.add("cp", "reduce_scatter", "their gradients", payload_bytes=gradients * dims.cp, times=layers,
+        book.add("cp", "reduce_scatter", "keys' and values' gradients", payload_bytes=gradients * dims.cp, times=layers,
                  phase="backward")
 
 
@@ -177,7 +177,7 @@ def _pipeline(book: Book) -> None:
     onward = not book.last and _rank(layout, book.stage + 1) != home
     back = not book.first and _rank(layout, book.stage - 1) != home
     book.add("pp", "send_recv", "hidden states", payload_bytes=payload, times=book.m * onward, phase="forward")
-    book.add("pp", "send_recv", "their gradients", payload_bytes=payload, times=book.m * back, phase="backward")
+    book.add("pp", "send_recv", "hidden states' gradients", payload_bytes=payload, times=book.m * back, phase="backward")
     if scatters:
         book.add("tp", "all_gather", "messages", payload_bytes=whole, times=book.m * back, phase="forward")
         book.add("tp", "all_gather", "messages", payload_bytes=whole, times=book.m * onward, phase="backward")

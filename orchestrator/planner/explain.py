@@ -18,6 +18,8 @@ from orchestrator.planner.reasons import EQUAL, gib, grown_parts, ms, too_big_by
 from orchestrator.planner.refusals import question_problems
 from orchestrator.planner.search import Search
 
+LONGEST_COUNT = 12  # digits of any degree or size that is worth a word
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explained:
@@ -56,7 +58,7 @@ def parse_wishes(text: str) -> dict[str, Any]:
 
 def _parse(name: str, value: str) -> Any:
     if name in COUNTS:
-        return int(value) if value.isdigit() else None
+        return int(value) if value.isdecimal() and len(value) <= LONGEST_COUNT else None
     return next((one for one in CHOICES[name] if str(one).lower() == value.lower()), None)
 
 

@@ -8,6 +8,7 @@ from orchestrator.planner.cost import Priced
 from orchestrator.planner.plan import Prediction, Rejected
 
 EQUAL = 5e-4  # times closer than this are called equal
+SLOWED = "compute slowed by hidden communication"
 
 
 def reject(one: Priced, winner: Priced) -> Rejected:
@@ -17,7 +18,7 @@ def reject(one: Priced, winner: Priced) -> Rejected:
 
 def against_request(one: Priced, winner: Priced, *, request: ParallelRequest) -> Rejected:
     """A faster layout that the request rules out."""
-    faster = winner.predicted.step_time_s / one.predicted.step_time_s - 1
+    faster = 1 - one.predicted.step_time_s / winner.predicted.step_time_s
     against = [f"{name}={worded(asked)}" for name, asked in request.fixed().items()
                if _has(one, name) not in (request.options(name) or ()) and _has(one, name) != _tuple(asked)]
     return _rejected(one, f"{faster:.1%} faster, but the request fixes {', '.join(against)}")
@@ -30,9 +31,12 @@ def reason(loser: Priced, winner: Priced) -> str:
         return too_big_by(loser)
     slower = mine.step_time_s / best.step_time_s - 1
     if abs(slower) < EQUAL:
-        return f"as fast, but needs {gib(mine.memory_gib)} instead of {gib(best.memory_gib)}"
-    name, grown = max(grown_parts(loser, winner), key=lambda part: part[1])
-    return f"{slower:.1%} slower: {name} +{ms(grown)}"
+        return f"as fast within {EQUAL:.2%}, in {gib(mine.memory_gib)} instead of {gib(best.memory_gib)}"
+    parts = grown_parts(loser, winner)
+    (name, grown), (other, shrunk) = max(parts, key=lambda part: part[1]), min(parts, key=lambda part: part[1])
+    # what grew is more than what was lost by much: say where the rest came back
+    back = f", {other} −{ms(-shrunk)}" if grown > 2 * (mine.step_time_s - best.step_time_s) else ""
+    return f"{slower:.1%} slower: {name} +{ms(grown)}{back}"
 
 
 def grown_parts(loser: Priced, winner: Priced) -> list[tuple[str, float]]:
@@ -50,13 +54,13 @@ def cost_parts(priced: Priced) -> dict[str, float]:
         name = f"exposed {transfer.axis} communication"
         parts[name] = parts.get(name, 0.0) + transfer.exposed_s
     told_s = sum(transfer.exposed_s for transfer in priced.transfers)
-    parts["compute slowed by hidden communication"] = max(0.0, predicted.exposed_communication_s - told_s)
+    parts[SLOWED] = max(0.0, predicted.exposed_communication_s - told_s)
     return parts
 
 
 def too_big_by(one: Priced) -> str:
     mine = one.predicted
-    return (f"too big by {gib(mine.memory_gib - mine.memory_limit_gib)} on stage {mine.memory_stage}: "
+    return (f"too big by {gib(mine.memory_gib - mine.memory_limit_gib)} on pipeline rank {mine.memory_stage}: "
             f"{gib(mine.memory_limit_gib)} are allowed")
 
 

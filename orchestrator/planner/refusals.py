@@ -179,7 +179,8 @@ def _world_problems(fixed: dict[str, int], question: Question, *, nodes: int | N
     others = product // fixed[last]
     legal = [d for d in divisors(world) if world % (others * d) == 0]
     remedy = f"try {last}={listed(legal)}" if legal else "leave one of them auto"
-    return [Problem(where="parallel", value=None, message=f"{named} = {product} does not divide {here}; {remedy}")]
+    total = f"{named} = {product}" if len(fixed) > 1 else named
+    return [Problem(where="parallel", value=None, message=f"{total} does not divide {here}; {remedy}")]
 
 
 # ------------------------------------------------------------------ what it would cost

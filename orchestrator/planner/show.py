@@ -8,13 +8,16 @@ from rich.text import Text
 
 from jobs.spec.parallel import AXES, Layout
 from orchestrator.planner.plan import GIB, Plan, StageMemory, Transfer
+from orchestrator.planner.reasons import SLOWED
 
 BAR_WIDTH = 52
 MEMORY_PARTS = (("parameters", "blue"), ("gradients", "magenta"), ("optimizer", "cyan"), ("gathered", "yellow"),
-                ("activations", "green"), ("logits", "red"))
+                ("activations", "green"), ("logits", "red"), ("communication", "white"))
 TIME_PARTS = (("compute", "compute_s", "green"), ("exposed communication", "exposed_communication_s", "red"),
               ("bubble", "bubble_s", "yellow"), ("optimizer", "optimizer_s", "cyan"))
+MEMORY_HEADS = {"communication": "buffers"}
 REFUSED_SHOWN = 4
+ROUNDING = 1e-4  # of the step: less is not worth a line
 INDENT = " " * 9
 LINKS = {"intra_node": "in node", "nvlink_domain": "NVLink rack", "inter_node": "network", "spine": "spine"}
 
@@ -85,7 +88,8 @@ def details(layout: Layout) -> str:
     dims, layers = layout.dims, layout.layers_per_stage
     words = []
     if dims.pp > 1:
-        split = f"{layers[0]} layers" if len(set(layers)) == 1 else f"{min(layers)}–{max(layers)} layers"
+        split = str(layers[0]) if len(set(layers)) == 1 else f"{min(layers)}–{max(layers)}"
+        split += " layers" if max(layers) > 1 else " layer"
         stages = f" × {layout.virtual_stages} per rank" if layout.virtual_stages > 1 else ""
         words.append(f"{layout.schedule}{stages}, {split} per stage")
     else:
@@ -124,8 +128,8 @@ def _heaviest(plan: Plan) -> StageMemory:
 def _memory_line(plan: Plan) -> Text:
     heaviest, limit = _heaviest(plan), plan.predicted.memory_limit_gib * GIB
     return Text.assemble(("memory   ", "bold"), (size(heaviest.total_bytes), "bold green"),
-                         f" on stage {heaviest.stage}, the heaviest, of {size(limit)} "
-                         f"(GPU less {plan.job.headroom:.0%} headroom)")
+                         f" on pipeline rank {heaviest.stage}, the heaviest, of {size(limit)} "
+                         f"({plan.job.gpu} less {plan.job.headroom:.0%} headroom)")
 
 
 def _memory_bar(plan: Plan) -> Text:
@@ -135,20 +139,23 @@ def _memory_bar(plan: Plan) -> Text:
 
 
 def _memory(plan: Plan) -> Table:
+    """One unit for all, so that one sees the columns add up."""
+    name, unit = ("GiB", GIB) if _heaviest(plan).total_bytes >= GIB else ("MiB", 2**20)
     rows = table("")
-    for column in ("stage", "layers", "in flight"):
+    for column in ("rank", "layers", "in flight"):
         rows.add_column(column, justify="right")
-    for name, colour in MEMORY_PARTS:
-        rows.add_column(Text(name, colour), justify="right")
-    rows.add_column("total", justify="right", style="bold")
-    for stage in _shown_stages(plan.memory):
-        rows.add_row(str(stage.stage), str(stage.layers), str(stage.in_flight),
-                      *(size(getattr(stage, f"{name}_bytes")) for name, _ in MEMORY_PARTS), size(stage.total_bytes))
+    for part, colour in MEMORY_PARTS:
+        rows.add_column(Text(MEMORY_HEADS.get(part, part), colour), justify="right")
+    rows.add_column(name, justify="right", style="bold")
+    for rank in _shown_stages(plan.memory):
+        rows.add_row(str(rank.stage), str(rank.layers), str(rank.in_flight),
+                     *(f"{getattr(rank, f'{part}_bytes') / unit:.2f}" for part, _ in MEMORY_PARTS),
+                     f"{rank.total_bytes / unit:.2f}")
     return rows
 
 
 def _shown_stages(memory: tuple[StageMemory, ...]) -> list[StageMemory]:
-    """All of a few stages; of many the first, the second, the heaviest and the last."""
+    """All of a few pipeline ranks; of many the first, the second, the heaviest and the last."""
     if len(memory) <= 4:
         return list(memory)
     heaviest = max(range(len(memory)), key=lambda i: memory[i].total_bytes)
@@ -172,6 +179,9 @@ def _communication(plan: Plan) -> Table:
         rows.add_row(one.axis, one.op, one.what, size(one.payload_bytes), f"{sum(t.times for t in alike):,}",
                      LINKS[one.link], seconds(total_s), Text(seconds(exposed_s), "red" if exposed_s > total_s / 2
                                                              else ""))
+    slowed_s = plan.predicted.exposed_communication_s - sum(one.exposed_s for one in plan.communication)
+    if slowed_s > ROUNDING * plan.predicted.step_time_s:  # the column's sum is the step's exposed communication
+        rows.add_row("", "", SLOWED, "", "", "", "", seconds(slowed_s))
     return rows
 
 
@@ -193,7 +203,7 @@ def _rejected(plan: Plan) -> list[RenderableType]:
         rows.add_row(_told(loser.layout, plan.layout), seconds(loser.step_time_s), size(loser.memory_gib * GIB),
                      Text(loser.reason, style="" if loser.fits else "red"))
     if not plan.rejected:
-        rows.add_row("no other layout is legal", "", "", "")
+        rows.add_row("no other degrees are legal and fit", "", "", "")
     lines: list[RenderableType] = [rows]
     for refusal in plan.refused[:REFUSED_SHOWN]:
         lines.append(Text(f"{refusal.count} × illegal by {refusal.rule}, e.g. {refusal.example}", "dim"))
@@ -203,7 +213,7 @@ def _rejected(plan: Plan) -> list[RenderableType]:
 def _told(layout: Layout, winner: Layout) -> str:
     """A loser's degrees, and of the rest what differs from the winner's."""
     own, others = details(layout).split(", "), set(details(winner).split(", "))
-    apart = [word for word in own if word not in others and not word.endswith("layers per stage")]
+    apart = [word for word in own if word not in others and not word.endswith(" per stage")]
     return " ".join([str(layout), *([f"({', '.join(apart)})"] if apart else [])])
 
 

@@ -4,6 +4,7 @@ Read by orchestrator.validation. It knows the columns and their types, and what 
 what any of it means for a prediction.
 """
 import csv
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -69,6 +70,14 @@ def read_table(path: Path, *, group_by: str) -> tuple[Row, ...]:
     if not path.is_file():
         raise SpecError([Problem(where="table", value=str(path),
                                  message="does not exist; give a CSV of measured runs")])
+    try:
+        return _read(path, group_by=group_by)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise SpecError([Problem(where="table", value=str(path), message=f"cannot be read: {error}; give a CSV of "
+                                                                         "measured runs")]) from error
+
+
+def _read(path: Path, *, group_by: str) -> tuple[Row, ...]:
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file)
         header = reader.fieldnames or []
@@ -91,15 +100,22 @@ def _row(cells: dict[str, str], line: int, group_by: str, problems: list[Problem
             continue
         kind = str(field.type)
         try:
-            values[field.name] = text if "str" in kind else float(text) if "float" in kind else _whole(text)
+            values[field.name] = text if "str" in kind else _finite(text) if "float" in kind else _whole(text)
         except ValueError:
             problems.append(Problem(where=field.name, value=text, message="is not a number", origin=f"{origin}:{line}"))
     values.setdefault("id", f"line {line}")
     return Row(group=(cells.get(group_by) or "").strip(), **values)
 
 
-def _whole(text: str) -> int:
+def _finite(text: str) -> float:
     value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
+
+
+def _whole(text: str) -> int:
+    value = _finite(text)
     if value != int(value):
         raise ValueError(text)
     return int(value)

@@ -2,7 +2,6 @@
 step to 2%, peak memory as `orc verify` counts it to 10%."""
 import collections
 import dataclasses
-import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,12 @@ from jobs.own import parallelize_own
 from jobs.own.measure import measure
 from jobs.spec.own_model import OwnModel
 from jobs.spec.parallel import Layout, split_layers
+from jobs.verify import verify
 from orchestrator.planner.own_cost import OwnQuestion, price, stage_memory, stage_transfers
 from tests.distributed.test_planned_communication import CommunicationLog
+from tests.helpers.fake import in_child
 from tests.helpers.planning import cpu
 from tests.helpers.ranks import run_ranks
-from jobs.verify import verify
 from tests.helpers.training import TRAINING, job, layout
 
 pytestmark = pytest.mark.distributed
@@ -62,7 +62,7 @@ def communicate(where: Layout) -> tuple[dict[str, float], int]:
 
 def check(fields: dict) -> None:
     where = layout(layers_per_stage=split_layers(4, fields.get("pp", 1)), **fields)
-    profile = measure(MODEL, seq_len=TRAINING.seq_len, degrees=(1, where.dims.tp))
+    profile = in_child(measure, MODEL, seq_len=TRAINING.seq_len, degrees=(1, where.dims.tp))
     question = OwnQuestion(model=MODEL, profile=profile, training=TRAINING, headroom=0.1,
                            cluster=cpu(where.dims.world_size))
     assert price(question, where).predicted.step_time_s > 0
@@ -105,10 +105,9 @@ MEMORY = {
 def test_what_is_planned_is_held(tmp_path: Path, fields: dict) -> None:
     where = layout(layers_per_stage=split_layers(6, fields.get("pp", 1)), global_batch_size=16, **fields)
     question = OwnQuestion(model=WIDE, training=LONG, cluster=cpu(where.dims.world_size), headroom=0.1,
-                           profile=measure(WIDE, seq_len=LONG.seq_len, degrees=(1, where.dims.tp)))
+                           profile=in_child(measure, WIDE, seq_len=LONG.seq_len, degrees=(1, where.dims.tp)))
     spec = job(tmp_path, where, model=WIDE, training=LONG)
     for rank in {0, where.dims.world_size - 1}:
-        with multiprocessing.get_context("fork").Pool(1) as alone:  # a process group is made once per process
-            held = alone.apply(verify, (spec,), {"rank": rank})
+        held = in_child(verify, spec, rank=rank)
         planned = stage_memory(question, where, where.dims.coordinate(rank)["pp"])
         assert planned.total_bytes == pytest.approx(held.total_bytes, rel=0.10), held.peak_bytes

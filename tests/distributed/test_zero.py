@@ -82,16 +82,18 @@ def held_elements(spec) -> dict[str, int]:
     updates."""
     parallel = build_model(spec)
     model, seen = parallel.model_parts[0], []
-    model.embedding.register_forward_pre_hook(lambda *_: seen.append(now(model)))
+    model.embedding.register_forward_pre_hook(lambda *_: seen.append(now(parallel, model)))
     tokens = torch.zeros(spec.layout.microbatch_size * spec.layout.num_microbatches, TRAINING.seq_len,
                          dtype=torch.int64)
     parallel.forward_backward(tokens, tokens)
     return seen[1] | {"updated": sum(local_of(p).numel() for p in parallel.parameters.values())}
 
 
-def now(model) -> dict[str, int]:
+def now(parallel, model) -> dict[str, int]:
     weights = sum(local_of(p).numel() for p in model.parameters())
     gradients = sum(local_of(p.grad).numel() for p in model.parameters() if p.grad is not None)
+    if parallel.buckets is not None:  # which take them out of the weights
+        gradients += sum(held.numel() for held in parallel.buckets.held_gradients())
     if isinstance(model, FSDPModule):  # weights that are gathered, and whole gradients, are not parameters
         groups = [group for state in fully_shard.state(model)._state_ctx.all_states
                   for group in state._fsdp_param_groups]

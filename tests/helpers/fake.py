@@ -1,8 +1,15 @@
-"""One rank's report in a forked child, where the fake group and the fake tensors stay; and the stored presets."""
+"""What runs on a fake group, in a forked child; and the stored presets.
+
+In the test's own process it would leave torch's caches filled: DTensor keeps offsets of shards by mesh, and a mesh of
+the same size is the same to it whatever the rank, so ranks that are forked later would all take rank 0's slices.
+"""
 import json
 import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -13,6 +20,12 @@ from jobs.spec.verification import RankReport
 from jobs.verify import verify
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
+
+
+def in_child(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What the function returns or raises."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as child:
+        return child.submit(function, *args, **kwargs).result(600.0)
 
 
 def verify_in_child(job: JobSpec, *, rank: int, timeout_s: float = 600.0) -> RankReport:

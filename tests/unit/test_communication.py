@@ -243,7 +243,8 @@ def test_both_ends_of_a_v_exchange_no_tied_gradient_and_no_message_at_its_turn()
     spec = training(global_batch_size=8)
     sent = {stage: [one.what for one in stage_transfers(tied, layout, training=spec, cluster=h100(1), stage=stage)
                     if one.axis == "pp"] for stage in (0, 3, 4, 7)}
-    assert sent == {0: ["hidden states"], 3: ["their gradients"], 4: ["hidden states"], 7: ["their gradients"]}
+    assert sent == {0: ["hidden states"], 3: ["hidden states' gradients"], 4: ["hidden states"],
+                    7: ["hidden states' gradients"]}
 
 
 # gpus_per_node, domain, switches, degrees → link of tp, and of dp_shard, and how much the switches narrow it

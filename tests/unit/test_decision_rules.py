@@ -6,13 +6,14 @@ import functools
 
 import pytest
 
+from jobs.spec.model import ModelSpec
 from orchestrator.cluster import ClusterSpec
 from orchestrator.config import ParallelRequest
 from orchestrator.planner import PlanError
-from orchestrator.planner.cost import Priced
+from orchestrator.planner.cost import Priced, price
 from orchestrator.planner.question import Question
 from orchestrator.planner.search import Search
-from tests.helpers.planning import LLAMA3_8B, LLAMA3_70B, LLAMA3_405B, h100, training
+from tests.helpers.planning import LLAMA3_8B, LLAMA3_70B, LLAMA3_405B, h100, layout_of, training
 
 # As many kv heads as heads: tp up to 32 is a question of links alone.
 WIDE_8B = dataclasses.replace(LLAMA3_8B, name="wide-8b", num_kv_heads=32)
@@ -44,6 +45,8 @@ def loss(model, cluster: str, tp: int, **wishes) -> float:
     return 1 - alone.predicted.step_time_s / split.predicted.step_time_s
 
 
+# Rates between nodes are per GPU and direction. "half" is half of what 400 Gbit/s promises: of these networks the one
+# that measured runs with tp across nodes fit (SWEEP).
 CLUSTERS = {
     "infiniband": h100(4, inter_node_gb_s=50.0),
     "half": h100(4, inter_node_gb_s=25.0),
@@ -52,6 +55,7 @@ CLUSTERS = {
     "8 nodes ethernet": h100(8, inter_node_gb_s=12.5),
     "32 nodes": h100(32, inter_node_gb_s=50.0),
     "64 nodes ethernet": h100(64, inter_node_gb_s=12.5),
+    "no edge": h100(4, nvlink_domain=32),  # NVLink among all
     "one node": h100(1),
     "pcie": h100(1, intra_node_gb_s=25.0),
     "pcie 5": h100(1, intra_node_gb_s=50.0),
@@ -61,19 +65,50 @@ CLUSTERS = {
 }
 
 
+# network → what tp=16 and tp=32 lose of their throughput at least, beyond what they lose where no node has an edge
+CLIFFS = {"half": (0.03, 0.08), "ethernet": (0.15, 0.15)}
+# tp → microbatch, tokens/s per GPU, measured on that many H100 in nodes of 8: huggingface/nanotron,
+# scripts/scaling_benchmarks.py; its model is not stated, its FLOPs are those of the 3.57B one of the same benchmark
+SWEEP = {2: (3, 14167), 4: (9, 13460), 8: (18, 10889), 16: (40, 6159), 32: (90, 3610)}
+SWEPT = ModelSpec(name="nanotron-3.57b", vocab_size=131072, dim=3072, num_layers=28, num_heads=32, num_kv_heads=32,
+                  ffn_dim=8192)
+
+
 # ------------------------------------------------------------------ tensor parallelism and links
-@pytest.mark.parametrize("network", ["infiniband", "half", "ethernet"])
+@pytest.mark.parametrize("network", CLIFFS)
 @pytest.mark.parametrize("model", [WIDE_8B, WIDE_33B, NARROW], ids=lambda model: model.name)
 def test_tp_loses_little_inside_a_node_and_falls_off_a_cliff_beyond(model, network):
-    """The field's figures at hidden sizes around 8192: 10% at 8, 42% at 16, 65% at 32."""
-    eight, sixteen, thirty_two = (loss(model, network, tp) for tp in (8, 16, 32))
-    assert eight < 0.45 and sixteen > eight + 0.08 and thirty_two > sixteen + 0.05 and thirty_two > 0.4
+    """Thinner matmuls and more messages cost tp something over NVLink too: the cliff is what its edge adds."""
+    inside, edge = ([loss(model, cluster, tp) for tp in (8, 16, 32)] for cluster in ("no edge", network))
+    assert edge[0] < 0.35 and edge[0] == pytest.approx(inside[0], abs=0.02)
+    assert edge == sorted(edge)
+    for there, here, least in zip(edge[1:], inside[1:], CLIFFS[network]):
+        assert there > here + least
 
 
 def test_the_figures_of_the_field_at_its_own_size():
-    """A model as wide as 70B: the field's 10%, 42% and 65%, each within 15 points."""
+    """A model as wide as 70B over 25 GB/s per GPU: the field's 10%, 42% and 65%, each within 10 points."""
     eight, sixteen, thirty_two = (loss(WIDE_33B, "half", tp) for tp in (8, 16, 32))
-    assert abs(eight - 0.10) < 0.15 and abs(sixteen - 0.42) < 0.15 and abs(thirty_two - 0.65) < 0.15
+    assert abs(eight - 0.10) < 0.1 and abs(sixteen - 0.42) < 0.1 and abs(thirty_two - 0.65) < 0.1
+
+
+def swept(cluster: ClusterSpec) -> dict[int, float]:
+    """Predicted over measured, per tp of the sweep."""
+    found = {}
+    for tp, (microbatch_size, measured) in SWEEP.items():
+        layout = layout_of(SWEPT, microbatch_size=microbatch_size, dims={"tp": tp})
+        spec = training(global_batch_size=microbatch_size, seq_len=4096, param_dtype="bfloat16")
+        priced = price(SWEPT, layout, training=spec, cluster=dataclasses.replace(cluster, num_nodes=max(1, tp // 8)),
+                       headroom=0.1, convention="full")
+        found[tp] = priced.predicted.tokens_per_s_per_gpu / measured
+    return found
+
+
+def test_a_measured_sweep_falls_as_over_25_gb_s_per_gpu():
+    errors = {network: {tp: abs(ratio - 1) for tp, ratio in swept(CLUSTERS[network]).items()}
+              for network in ("infiniband", "half", "ethernet")}
+    assert all(error < (0.1 if tp <= 8 else 0.2) for tp, error in errors["half"].items())
+    assert all(errors["half"][tp] < errors[other][tp] for tp in (16, 32) for other in ("infiniband", "ethernet"))
 
 
 def test_the_cliff_is_higher_over_slower_links_and_for_narrower_models():

@@ -103,7 +103,9 @@ def test_what_placement_forbids_is_priced_beside_the_rule():
 
 @pytest.mark.parametrize("text,message", [("tpp=2", "did you mean 'tp'?"), ("tp", "is not key=value"), ("tp=two",
                                                                                                         "whole"),
-                                          ("schedule=fast", "one of gpipe"), ("", "asks for nothing")])
+                                          ("schedule=fast", "one of gpipe"),
+                                          ("tp=²", "a whole number"), ("tp=" + 5000 * "9", "a whole number"),
+                                          ("", "asks for nothing")])
 def test_wishes_that_cannot_be_read_are_refused(text, message):
     with pytest.raises(SpecError, match="--explain") as refused:
         parse_wishes(text)

@@ -17,6 +17,7 @@ from jobs.spec.own_model import OwnModel
 from orchestrator.config import to_yaml
 from orchestrator.load import load, load_traced, read_stored
 from orchestrator.planning import make_plan
+from tests.helpers.fake import in_child
 from tests.helpers.orc import ROOT, orc
 
 VOCAB, SEQ = 16, 8
@@ -65,7 +66,7 @@ REFUSED = {
 @pytest.mark.parametrize("name, arguments, parts", REFUSED.values(), ids=REFUSED)
 def test_what_is_wrong_is_said_with_its_remedy(name: str, arguments: dict, parts: list[str]) -> None:
     with pytest.raises(OwnModelError) as refused:
-        measure(own(name, **arguments), seq_len=SEQ, degrees=(1, 2))
+        in_child(measure, own(name, **arguments), seq_len=SEQ, degrees=(1, 2))
     assert all(part in str(refused.value) for part in parts), str(refused.value)
 
 
@@ -87,7 +88,7 @@ def test_whether_a_model_can_be_cut_is_seen_in_its_forward(spec: OwnModel, broke
 
 
 def test_flops_and_parameters_are_counted() -> None:
-    found = measure(own("plain"), seq_len=SEQ, degrees=(1, 2, 3, 5))
+    found = in_child(measure, own("plain"), seq_len=SEQ, degrees=(1, 2, 3, 5))
     one, two, two_sp, *_ = found.measured
     linear = 2 * (2 * 8 * 12) + 8 * VOCAB  # multiplications of one token: up and down of both blocks, head
     assert found.flops_per_token == 3 * 2 * linear
@@ -101,7 +102,7 @@ def test_flops_and_parameters_are_counted() -> None:
 
 
 def test_bytes_kept_for_the_backward_are_those_of_a_real_forward() -> None:
-    saved = measure(MIXER, seq_len=SEQ, degrees=(1,)).measured[0]
+    saved = in_child(measure, MIXER, seq_len=SEQ, degrees=(1,)).measured[0]
     model, _ = build(MIXER, seq_len=SEQ, device="cpu")
     held = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, torch.Tensor] = {}

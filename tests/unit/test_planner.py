@@ -11,7 +11,7 @@ from rich.console import Console
 
 from jobs.spec import support
 from jobs.spec.load import SpecError, to_dict
-from jobs.spec.model import ModelSpec
+from jobs.spec.model import ModelSpec, MoeSpec
 from jobs.spec.parallel import MESH_ORDER, Layout, ParallelDims
 from orchestrator.load import load
 from orchestrator.planner import PlanError, layout_from_flat, plan_from_dict, plan_json
@@ -23,6 +23,7 @@ from tests.helpers.planning import (GOLDEN, GOLDEN_PLANS, LLAMA3_8B, LLAMA3_70B,
 
 RUNS = Path(__file__).parents[2] / "configs" / "runs"
 SIX_HEADS = dataclasses.replace(SMALL, dim=192, num_heads=6, num_kv_heads=6)
+EXPERTS = dataclasses.replace(SMALL, name="experts", moe=MoeSpec(num_experts=8, top_k=2, ffn_dim=256))
 ODD = ModelSpec(name="odd", vocab_size=250, dim=96, num_layers=3, num_heads=6, num_kv_heads=3, ffn_dim=250)
 
 # What leaves degrees and microbatch alone: small enough to write down a second time.
@@ -64,7 +65,7 @@ IMPOSSIBLE = {
     "world": (SMALL, cpu(2), 16, {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2, "pp": 4},
               ["dp_replicate=1 × dp_shard=2 × cp=1 × tp=2 × pp=4 = 16 ranks", "2 nodes × 4 GPUs = 8 ranks"]),
     "world, not all fixed": (SMALL, cpu(2), 15, {"dp_shard": 3},
-                             ["dp_shard=3 = 3 does not divide", "try dp_shard=1, 2, 4, 8"]),
+                             ["parallel: dp_shard=3 does not divide", "try dp_shard=1, 2, 4, 8"]),
     "idle nodes": (SMALL, cpu(2), 16, {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2, "pp": 1},
                    ["= 4 ranks, but the cluster has 2 nodes × 4 GPUs = 8 ranks", "parallel.num_nodes=1"]),
     "more nodes than there are": (SMALL, cpu(2), 16, {"num_nodes": 3}, ["parallel.num_nodes: 3 is more than the 2"]),
@@ -82,6 +83,11 @@ IMPOSSIBLE = {
                         ["parallel.tp: 4", "parallel.pp: 20", "parallel.ep: 2", "does not divide 2 nodes × 4 GPUs"]),
     "sequence": (SMALL, cpu(1), 16, {"tp": 4, "seq_len": 126, "sequence_parallel": True},
                  ["does not divide training.seq_len=126 under sequence parallelism"]),
+    "sequence parallelism of experts": (
+        EXPERTS, cpu(2), 16, {"tp": 2, "sequence_parallel": False},
+        ["parallel.tp: 2 needs sequence_parallel=true with a mixture of experts", "try 1"]),
+    "sequence parallelism of experts over a sequence": (
+        EXPERTS, cpu(1), 16, {"tp": 4, "seq_len": 126}, ["does not divide training.seq_len=126 under sequence"]),
 }
 
 # model, nodes, global batch, seconds of one busy core that the search may take (tests/benchmarks/planner.py measures)

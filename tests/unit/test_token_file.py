@@ -40,6 +40,9 @@ DAMAGE = {
     "another file's description": (lambda t: info_path(t).write_text(json.dumps(
         {"num_tokens": 12, "dtype": "uint16", "num_documents": 3})), "is not what"),
     "a description that is none": (lambda t: info_path(t).write_text('{"num_token": 11}'), "did you mean"),
+    "a torn description": (lambda t: info_path(t).write_text("{"), "a description that is not JSON"),
+    "a binary description": (lambda t: info_path(t).write_bytes(b"\xff\xd1"), "a description that is not JSON"),
+    "a list as description": (lambda t: info_path(t).write_text("[]"), "expected"),
 }
 
 

@@ -29,7 +29,9 @@ BAD = {  # content of a .jsonl or .txt file → the place that is named, and wha
     "no field": (".jsonl", b'{"text": "a"}\n{"content": "b", "id": 1}\n', 2, "has no field 'text' but content, id;"),
     "a number": (".jsonl", b'{"text": 5}\n', 1, "5 is no text: field 'text'"),
     "null": (".jsonl", b'{"text": null}\n', 1, "is no text"),
-    "a byte 0": (".jsonl", b'{"text": "a\\u0000"}\n', 1, "byte 0, which ends documents of bytes"),
+    "a byte 0": (".jsonl", b'{"text": "a"}\n{"text": "a\\u0000"}\n', 2, "byte 0, which ends documents of bytes"),
+    "half a surrogate pair": (".jsonl", b'{"text": "a"}\n{"text": "\\ud83d"}\n', 2, "half of a surrogate pair"),
+    "a deep nest": (".jsonl", b"[" * 10**5 + b"\n", 1, "is not JSON"),
     "text, not UTF-8": (".txt", b"fine\n\xe9t\xe9\n", 2, "is not UTF-8; convert"),
     "a binary": (".txt", b"\x7fELF\0\0", 1, "holds byte 0"),
 }
@@ -180,6 +182,16 @@ def test_what_is_left_of_a_text_continues_no_other_document(small_pieces, tmp_pa
     out = tokenized([tmp_path / "1.txt", tmp_path / "2.txt"], tmp_path / "t.bin", "--skip-bad")
     assert [bytes(document) for document in documents_in(out)] == [b"one\0", b"b" * 39 + b"\n" + b"c" * 9 + b"\0"] or \
         [bytes(document) for document in documents_in(out)] == [b"one\0", b"c" * 9 + b"\0"]
+
+
+def test_a_long_line_is_joined_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "PIECE_BYTES", 16)
+    line = b'{"text": "' + b"a" * 10**6 + b'"}'
+    (tmp_path / "a.jsonl").write_bytes(line + b"\n" + line)
+    start = time.process_time()
+    pieces = list(corpus.read_pieces(tmp_path / "a.jsonl"))
+    assert [piece.content for piece in pieces] == [line + b"\n", line] and [p.first_line for p in pieces] == [1, 2]
+    assert time.process_time() - start < 5  # joined block by block it would take minutes
 
 
 ARGUMENTS = {

@@ -263,14 +263,16 @@ def test_any_column_groups(tmp_path):
 
 
 # file → what the error must say
-UNREADABLE = {"": "no such column", "id,gpu,n_gpus,group,layers\nx,H100,8,g,many\n": "layers: 'many' is not a number",
+UNREADABLE = {"": "no such column", "\x00,\udcff": "cannot be read", "id,gpu,n_gpus,group\nx,H100,inf,g\n": "n_gpus: 'inf'",
+              "id,gpu,n_gpus,group,step_time_s\nx,H100,8,g,nan\n": "step_time_s: 'nan' is not a number",
+              "id,gpu,n_gpus,group,layers\nx,H100,8,g,many\n": "layers: 'many' is not a number",
               "id,gpu,n_gpus,group,layers\nx,H100,8,g,1.5\n": "layers: '1.5' is not a number"}
 
 
 @pytest.mark.parametrize("content", UNREADABLE)
 def test_what_is_no_table_is_refused(tmp_path, content):
     path = tmp_path / "t.csv"
-    path.write_text(content)
+    path.write_text(content, errors="surrogateescape")
     with pytest.raises(SpecError, match=UNREADABLE[content]):
         validate(path)
     with pytest.raises(SpecError, match="does not exist"):

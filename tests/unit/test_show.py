@@ -1,0 +1,82 @@
+"""What `orc plan` prints adds up: a reader who sums a column gets the figure beside it."""
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from orchestrator.planner.plan import GIB, Plan
+from orchestrator.planner.reasons import SLOWED
+from orchestrator.planner.show import render
+from tests.helpers.planning import LLAMA3_8B, LLAMA3_70B, SMALL, cpu, h100, plan_for, training
+
+GPUS = {"seq_len": 8192, "param_dtype": "bfloat16"}
+SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
+# one rank's rows, pipelines, interleaved stages, hidden communication that slows compute
+PLANS = {
+    "one stage": (LLAMA3_8B, h100(16), {"global_batch_size": 512, **GPUS}, {}),
+    "interleaved": (LLAMA3_70B, h100(16), {"global_batch_size": 256, **GPUS},
+                    {"tp": 8, "pp": 4, "schedule": "interleaved_1f1b", "virtual_stages": 4}),
+    "on CPUs": (SMALL, cpu(2), {"global_batch_size": 16}, {"tp": 2, "pp": 2}),
+}
+
+
+@pytest.fixture(scope="module", params=PLANS)
+def made(request) -> Plan:
+    model, cluster, spec, fixed = PLANS[request.param]
+    return plan_for(model, cluster, training(**spec), **fixed)
+
+
+def shown(plan: Plan) -> str:
+    screen = io.StringIO()
+    Console(file=screen, width=140).print(render(plan))
+    return "\n".join(line.rstrip() for line in screen.getvalue().splitlines())
+
+
+def seconds_of(text: str) -> float:
+    number, unit = text.split()
+    return float(number) * SECONDS[unit]
+
+
+def rows_after(head: str, text: str) -> list[str]:
+    lines = text.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.lstrip().startswith(head)) + 1
+    return lines[start:lines.index("", start)]
+
+
+def test_the_columns_of_memory_add_up_to_its_last(made):
+    rows = [row.split() for row in rows_after("rank ", shown(made))]
+    assert rows
+    for _, _, _, *parts, total in rows:
+        assert sum(map(float, parts)) == pytest.approx(float(total), abs=0.005 * (len(parts) + 1))
+
+
+def test_what_is_exposed_per_operation_adds_up_to_the_steps(made):
+    exposed = [seconds_of(re.search(r"[\d.]+ (?:s|ms|µs)$", row)[0]) for row in rows_after("axis ", shown(made))]
+    assert sum(exposed) == pytest.approx(made.predicted.exposed_communication_s, rel=0.02, abs=1e-4)
+
+
+def test_compute_that_hidden_communication_slows_has_a_line_where_there_is_any():
+    text = shown(plan_for(*PLANS["one stage"][:2], training(**PLANS["one stage"][2])))
+    assert SLOWED in text.split("best rejected")[0]
+
+
+def test_memory_is_told_of_pipeline_ranks_and_their_layers(made):
+    """A rank of an interleaved schedule holds several stages."""
+    text = shown(made)
+    assert f"on pipeline rank {made.predicted.memory_stage}, the heaviest" in text
+    assert f"{made.job.gpu} less 10% headroom" in text
+    assert sum(one.layers for one in made.memory) == sum(made.layout.layers_per_stage)
+    assert max(one.total_bytes for one in made.memory) / GIB == pytest.approx(made.predicted.memory_gib)
+
+
+def test_faster_and_slower_are_told_of_the_step_time(made):
+    """One convention in every reason, that of the table of axes."""
+    told = 0
+    for loser in made.rejected:
+        change = loser.step_time_s / made.predicted.step_time_s - 1
+        if match := re.match(r"([\d.]+)% (slower|faster)", loser.reason):
+            told += 1
+            assert float(match[1]) == pytest.approx(100 * abs(change), abs=0.051)
+            assert (match[2] == "slower") == (change > 0)
+    assert told
