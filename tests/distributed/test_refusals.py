@@ -37,6 +37,6 @@ def test_a_layout_that_does_not_fit_is_refused(case, tmp_path):
 
 
 def test_data_beyond_the_vocabulary_is_refused(tmp_path):
-    spec = job(tmp_path, layout(), model=dataclasses.replace(TINY, vocab_size=128), training=TRAINING)
-    with pytest.raises(RanksFailed, match="model.vocab_size: 128 is below the data's vocabulary of 256"):
+    spec = job(tmp_path, layout(), model=dataclasses.replace(TINY, vocab_size=64), training=TRAINING)
+    with pytest.raises(RanksFailed, match="model.vocab_size: 64 does not cover token"):
         run_ranks(train_here, world_size=1, args=(spec,))

@@ -1,7 +1,8 @@
 """What runs on a fake group, in a forked child; and the stored presets.
 
-In the test's own process it would leave torch's caches filled: DTensor keeps offsets of shards by mesh, and a mesh of
-the same size is the same to it whatever the rank, so ranks that are forked later would all take rank 0's slices.
+In the test's own process it would leave torch's caches filled: DTensor's rules hand on the mesh object that they met
+first, and meshes of one shape are the same to them whatever the rank, so ranks that are forked later would all take
+rank 0's slices.
 """
 import json
 import multiprocessing
