@@ -10,6 +10,7 @@ strike; each is a sign of life of its rank. Needs nothing but Python's standard 
 """
 import functools
 import json
+import operator
 import os
 import resource
 import time
@@ -29,15 +30,17 @@ RUN_DIR = "ORC_RUN_DIR"  # in every rank's environment
 def step(step: int, *, loss: float | None = None, tokens: int | None = None, grad_norm: float | None = None,
          lr: float | None = None) -> None:
     """Update number `step` (from 1) is done. To be called on every rank; rank 0's figures are recorded. `tokens`: of
-    the step, all ranks. What is not given is unknown, not zero."""
+    the step, all ranks. What is not given is unknown, not zero. Raises ValueError for what is no such number."""
     if (reporter := _reporter()) is not None:
-        reporter.step(step, loss=loss, tokens=tokens, grad_norm=grad_norm, lr=lr)
+        reporter.step(_count(step, "step"), loss=loss, tokens=None if tokens is None else _count(tokens, "tokens"),
+                      grad_norm=grad_norm, lr=lr)
 
 
 def checkpoint(step: int) -> None:
-    """Whatever happens now, a restart continues behind `step`. To be called by one rank, when all have saved."""
+    """Whatever happens now, a restart continues behind `step`. To be called by one rank, when all have saved. Raises
+    ValueError for what is no step."""
     if (reporter := _reporter()) is not None:
-        recorder = reporter.recorder
+        recorder, step = reporter.recorder, _count(step, "step")
         recorder.report(CheckpointSaved(attempt=recorder.attempt, rank=recorder.rank, step=step, t=time.time()))
 
 
@@ -74,6 +77,17 @@ class _Reporter:
                 tokens_per_s_per_gpu=rate and rate / self.world_size,
                 peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
         strike(self.faults, step=step + 1, **where)
+
+
+def _count(value: Any, name: str) -> int:
+    """Told to the caller: sent, it would end the connection, and all that is reported later would fail."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = -1
+    if not 0 <= count < 2**63:
+        raise ValueError(f"{name}: {value!r} is not a whole number; give one from 0")
+    return count
 
 
 def _number(value: Any) -> float | None:

@@ -96,7 +96,7 @@ def plan_command(run_file: RunFile, overrides: Overrides = EMPTY, as_json: Json 
     loaded = dataclasses.replace(loaded, config=dataclasses.replace(loaded.config, parallel=request))
     made = make_plan(loaded, trainable=False, axes=axes and explain is None)
     if made is None:
-        raise SystemExit("this run has a `command:` or `entrypoint:`: it lays itself out, there is nothing to plan")
+        raise refused(loaded.config, "there is nothing to plan")
     config = loaded.config
     if isinstance(config.model, OwnModel):
         show_own_plan(made, as_json=as_json, asked={"--explain": explain, "--html": html})
@@ -118,6 +118,13 @@ def plan_command(run_file: RunFile, overrides: Overrides = EMPTY, as_json: Json 
         print(f"wrote {html}", file=sys.stderr)
 
 
+def refused(config: RunConfig, why: str) -> SpecError:
+    """Of a trainer of the user's own."""
+    key = "command" if config.command else "entrypoint"
+    return SpecError([Problem(where=key, value=config.command or config.entrypoint, message=f"lays itself out: {why}; "
+                              f"`orc run` starts it, or leave {key} out")])
+
+
 def show_own_plan(made: Plan, *, as_json: bool, asked: dict[str, object]) -> None:
     """Of an own model: what was measured has no variations to show."""
     for option, value in asked.items():
@@ -135,12 +142,13 @@ def show_own_plan(made: Plan, *, as_json: bool, asked: dict[str, object]) -> Non
 def verify_command(run_file: RunFile, overrides: Overrides = EMPTY, as_json: Json = False,
                    ranks: Annotated[str, typer.Option(metavar="RANK,…", help="default: one of the first, a middle and "
                                                       "the last stage")] = "") -> None:
-    """Run the step that `orc submit` would run, as some of its ranks, on tensors without data: memory, shapes and
-    collectives, beside the plan's. Needs no GPU."""
+    """Run some ranks' step on tensors without data, and hold it against the plan.
+
+    The step that `orc submit` would run, in its whole world: memory, shapes and collectives. Needs no GPU."""
     loaded = load_traced(run_file, overrides)
     made = make_plan(loaded, trainable=True)
     if made is None:
-        raise SystemExit("this run has a `command:`: only a model of ours can be verified")
+        raise refused(loaded.config, "only what orc lays out can be verified")
     found = verify(loaded.config, made, ranks=parse_ranks(ranks))
     if as_json:
         print(json.dumps(to_dict(found) | {"problems": found.problems}, indent=1))
@@ -152,7 +160,9 @@ def verify_command(run_file: RunFile, overrides: Overrides = EMPTY, as_json: Jso
 @app.command("export")
 def export_command(plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, or a run's directory")],
                    to: Annotated[str, typer.Option(help="accelerate, axolotl, torchtitan or megatron")]) -> None:
-    """A plan in another trainer's own terms, on standard output; what is lost on the way, on standard error."""
+    """A plan in another trainer's own terms.
+
+    On standard output; what is lost on the way, on standard error."""
     plan = read_plan(plan_file)
     print(export(plan, to=to), end="")
     for note in notes(plan, to=to):
@@ -249,7 +259,7 @@ def logs(name: RunName, root: Root = Path("runs"),
          attempt: Annotated[int | None, typer.Option(help="default: the newest")] = None,
          rank: Annotated[int | None, typer.Option(help="a rank's output; default: the supervisor's")] = None,
          node: Annotated[str | None, typer.Option(help="a node's agent")] = None,
-         lines: Annotated[int, typer.Option("--lines", "-n")] = 40) -> None:
+         lines: Annotated[int, typer.Option("--lines", "-n", help="how many")] = 40) -> None:
     """The last lines of a rank's, an agent's or the supervisor's log."""
     path = find_run(name, root).log(attempt=attempt, rank=rank, node=node)
     say(str(path))

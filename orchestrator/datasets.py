@@ -11,7 +11,7 @@ from pathlib import Path
 from jobs.spec.load import Problem, SpecError, from_dict, to_dict
 from jobs.spec.tokens import (TokensInfo, absolute_source, fit_problems, is_token_file, named_sources, read_info,
                               whole_shares, with_token_files)
-from jobs.spec.training import DataSpec, TrainingSpec
+from jobs.spec.training import DataSpec, SourceSpec, TrainingSpec
 
 
 FILES = "files.json"  # in the run's folder of data
@@ -63,21 +63,28 @@ def _weight_problems(data: DataSpec) -> list[Problem]:
 
 # ------------------------------------------------------------------ the same data from the first attempt to the last
 def record_files(data: DataSpec, folder: Path) -> None:
-    """Write down what the token files are that a run begins with."""
-    paths = [source.path for source in with_token_files(data, folder).all_sources]
-    files = {path: to_dict(read_info(Path(path))) for path in paths}
+    """Write down what the token files are that a run begins with, by their place in the config: a run's own may move
+    with its directory."""
+    files = {where: to_dict(read_info(Path(source.path))) for where, source in _read_files(data, folder)}
     (folder / FILES).write_text(json.dumps(files, indent=1) + "\n")
 
 
 def refuse_changed_files(data: DataSpec, folder: Path) -> None:
     """Raises SpecError where a file is not the one that the run began with: it would go on with other samples."""
-    if not (folder / FILES).is_file():
-        raise SpecError([Problem(where="data", value=str(folder / FILES), message="is missing: this run was prepared "
-                                 "by another version; start a run of another name")])
-    recorded = json.loads((folder / FILES).read_text())
-    for (where, _), source in zip(named_sources(data), with_token_files(data, folder).all_sources):
-        before, now = from_dict(TokensInfo, recorded[source.path]), read_info(Path(source.path))
+    path = folder / FILES
+    recorded = json.loads(path.read_text()) if path.is_file() else {}
+    if recorded.keys() != {where for where, _ in named_sources(data)}:
+        raise SpecError([Problem(where="data", value=str(path), message="does not say what the run began with: it was "
+                                 "prepared by another version; start a run of another name")])
+    for where, source in _read_files(data, folder):
+        before, now = from_dict(TokensInfo, recorded[where]), read_info(Path(source.path))
         if any(getattr(before, name) != getattr(now, name) for name in IDENTITY):
             raise SpecError([Problem(where=f"{where}.path", value=source.path, message="is not the file that the run "
                                      f"began with ({before.num_tokens:,} tokens, {before.checksum or 'no checksum'}); "
                                      "put that back, or start a run of another name")])
+
+
+def _read_files(data: DataSpec, folder: Path) -> list[tuple[str, SourceSpec]]:
+    """The token files that ranks read, each with its place in the config."""
+    return [(where, source) for (where, _), source in zip(named_sources(data),
+                                                          with_token_files(data, folder).all_sources)]

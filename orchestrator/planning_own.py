@@ -3,6 +3,7 @@
 Called by orchestrator.planning. The user's code never runs in a process of the orchestrator.
 """
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -36,16 +37,29 @@ def own_question(config: RunConfig, degrees: Iterable[int]) -> OwnQuestion:
 def measure(config: RunConfig, degrees: Iterable[int]) -> OwnProfile:
     """Ask `python -m jobs.own.measure`. Raises SpecError with the problems that it found."""
     order = MeasureOrder(model=config.model, seq_len=config.training.seq_len, workdir=config.workdir, tp=tuple(degrees))
-    done = subprocess.run([sys.executable, "-m", "jobs.own.measure"], input=json.dumps(to_dict(order)),
-                          capture_output=True, text=True)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"code {done.returncode}"])[-1].removeprefix("[rank0]: ")
+    said = ask("jobs.own.measure", given=json.dumps(to_dict(order)))
+    if isinstance(said, str):
         raise SpecError([Problem(where="model.entrypoint", value=config.model.entrypoint,
-                                 message=f"could not be measured: {last}")])
-    answer = from_dict(MeasureAnswer, json.loads(done.stdout.splitlines()[-1]), origin="jobs.own.measure")
+                                 message=f"could not be measured: {said}")])
+    answer = from_dict(MeasureAnswer, said, origin="jobs.own.measure")
     if answer.profile is None:
         raise SpecError([_problem(text) for text in answer.problems])
     return answer.profile
+
+
+def ask(module: str, *arguments: str, given: str = "") -> dict | str:
+    """What `python -m module` answers, the last line of its output that is a JSON object; else, as a string, the last
+    line of what went wrong. The user's code runs there: it may print, and end, whenever it likes."""
+    done = subprocess.run([sys.executable, "-m", module, *arguments], input=given, capture_output=True, text=True,
+                          errors="replace", env=os.environ | {"OMP_NUM_THREADS": "1"})
+    for line in reversed(done.stdout.splitlines() if done.returncode == 0 else []):
+        try:
+            if isinstance(answer := json.loads(line), dict):
+                return answer
+        except ValueError:
+            continue
+    lines = [line for line in done.stderr.splitlines() if line.strip()] if done.returncode else []
+    return lines[-1].removeprefix("[rank0]: ") if lines else f"it ended with code {done.returncode} and no answer"
 
 
 def _problem(text: str) -> Problem:

@@ -158,6 +158,9 @@ def main(arguments: list[str]) -> int:
     out = Path(asked.output.removesuffix(".bin") + ".bin").expanduser()
     start = time.monotonic()
     try:
+        if not asked.output or asked.output.endswith("/"):
+            raise SpecError([Problem(where="--output", value=asked.output, message="is no prefix of files; give one, "
+                                     "such as data/corpus")])
         if index_path(out).exists() and not asked.overwrite:
             raise SpecError([Problem(where="--output", value=asked.output, message="is there already; give another "
                                      "prefix, or --overwrite")])

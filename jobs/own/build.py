@@ -30,7 +30,7 @@ def load_entrypoint(entrypoint: str, *, where: str = "model.entrypoint") -> Call
     except ModuleNotFoundError as error:
         raise OwnModelError(f"{where}: {entrypoint!r}: no module {error.name!r}; it is looked for in `workdir`, in "
                             "PYTHONPATH and among what is installed") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise OwnModelError(f"{where}: {entrypoint!r} cannot be imported: {told(error)}") from error
     for part in name.split("."):
         if not hasattr(found, part):
@@ -50,7 +50,7 @@ def build(spec: OwnModel, *, seq_len: int, device: str, seed: int = 0) -> tuple[
         torch.manual_seed(seed)
         try:
             made = function(vocab_size=spec.vocab_size, seq_len=seq_len, **spec.arguments)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise OwnModelError(f"model.entrypoint: {spec.entrypoint!r} raised {told(error)}") from error
     pair = isinstance(made, tuple) and len(made) == 2
     if not (pair and isinstance(made[0], nn.Module) and isinstance(made[1], dict)):
@@ -62,10 +62,10 @@ def build(spec: OwnModel, *, seq_len: int, device: str, seed: int = 0) -> tuple[
 
 
 def told(error: BaseException) -> str:
-    """Type, message, and the last line of the user's code that was running."""
+    """Type, message, and the last line of the user's code that was running; as one line."""
     frame = (traceback.extract_tb(error.__traceback__) or [None])[-1]
     at = f" ({frame.filename}:{frame.lineno} in {frame.name})" if frame is not None else ""
-    return f"{type(error).__name__}: {error}{at}"
+    return f"{type(error).__name__}: {' '.join(str(error).splitlines())}{at}"
 
 
 def _refuse(model: nn.Module) -> None:

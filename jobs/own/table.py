@@ -43,15 +43,19 @@ def resolve(raw: dict[str, Any], model: nn.Module) -> Table:
     """The user's table for this model. Raises OwnModelError with every problem."""
     modules = dict(model.named_modules())
     problems = [f"plan table: unknown key {key!r}; it has {' and '.join(KEYS)}" for key in raw if key not in KEYS]
-    patterns = raw.get("blocks", ())
-    patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    patterns, wanted = raw.get("blocks", ()), raw.get("styles", {})
+    patterns = (patterns,) if isinstance(patterns, str) else patterns
+    if not (isinstance(patterns, list | tuple) and all(isinstance(one, str) for one in patterns)):
+        raise OwnModelError(f"plan table: blocks is {patterns!r}; give a pattern such as 'blocks.*', or a list of them")
+    if not (isinstance(wanted, dict) and all(isinstance(one, str) for pair in wanted.items() for one in pair)):
+        raise OwnModelError(f"plan table: styles is {wanted!r}; give a dict of pattern → style")
     found = {path for pattern in patterns for path in _matching(pattern, "blocks", modules, problems)}
     blocks = tuple(path for path in modules if path in found)
     if not patterns:
         problems.append("plan table: blocks is missing; name the modules that follow one another, e.g. 'blocks.*'")
     problems += [f"plan table: block {inner!r} lies in block {outer!r}; blocks follow one another" for outer in blocks
                  for inner in blocks if inner.startswith(f"{outer}.")]
-    styles = _styles(raw.get("styles", {}), modules, problems)
+    styles = _styles(wanted, modules, problems)
     problems += [problem for path, style in styles.items() for problem in _style_problems(path, style, modules[path])]
     problems += _split_problems(model, styles)
     if sum(style == "head" for style in styles.values()) > 1:

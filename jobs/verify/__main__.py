@@ -1,6 +1,7 @@
 """`python -m jobs.verify JOB.json RANK`: the rank's report as JSON on standard output."""
 import json
 import logging
+import os
 import sys
 import traceback
 import warnings
@@ -17,6 +18,9 @@ def main() -> None:
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
     job = from_dict(JobSpec, json.loads(Path(path).read_text()), origin=path)
+    if job.workdir is not None:  # of a model of the user's own
+        os.chdir(job.workdir)
+        sys.path.insert(0, job.workdir)
     try:
         print(json.dumps(to_dict(verify(job, rank=rank))))
     except ValueError as refused:

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from jobs.spec.parallel import ZERO_BUBBLE_SCHEDULES, Layout, ParallelDims
 from jobs.spec.training import DTYPE_BYTES
 from orchestrator.planner import constants
-from orchestrator.planner.compute import chip_of, layer_times, optimizer_s, shape_of
+from orchestrator.planner.chip import chip_of, optimizer_s
+from orchestrator.planner.compute import layer_times, shape_of
 from orchestrator.planner.links import collective_s, placed_group, send_recv_s
 from orchestrator.planner.question import Question
 from orchestrator.planner.software import OURS

@@ -177,7 +177,8 @@ def _pipeline(book: Book) -> None:
     onward = not book.last and _rank(layout, book.stage + 1) != home
     back = not book.first and _rank(layout, book.stage - 1) != home
     book.add("pp", "send_recv", "hidden states", payload_bytes=payload, times=book.m * onward, phase="forward")
-    book.add("pp", "send_recv", "hidden states' gradients", payload_bytes=payload, times=book.m * back, phase="backward")
+    book.add("pp", "send_recv", "hidden states' gradients", payload_bytes=payload, times=book.m * back,
+             phase="backward")
     if scatters:
         book.add("tp", "all_gather", "messages", payload_bytes=whole, times=book.m * back, phase="forward")
         book.add("tp", "all_gather", "messages", payload_bytes=whole, times=book.m * onward, phase="backward")

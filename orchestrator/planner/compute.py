@@ -1,36 +1,17 @@
-"""Seconds that one rank computes: matmuls by shape, attention, memory-bound kernels, launches, optimizer.
+"""Seconds that one rank computes of a layer and of the model's ends: matmuls, attention, memory-bound kernels.
 
-Called by the cost model per kind of layer. A matmul runs at the chip's measured ceiling, less what its tiles leave
-idle; everything else moves bytes. It knows shapes and the chip; communication and schedules are elsewhere.
+Called by the cost model per kind of layer. What is no matmul moves bytes. It knows the layer's shapes and the chip
+(chip.py); communication and schedules are elsewhere.
 """
 import functools
-import math
 from dataclasses import dataclass
 
 from jobs.spec.counts import layer_attention_flops_per_token, num_ffn_matrices
 from jobs.spec.model import ModelSpec
 from jobs.spec.parallel import Layout
-from jobs.spec.training import DTYPE_BYTES, TrainingSpec
-from orchestrator.cluster import ClusterSpec
 from orchestrator.planner import constants
+from orchestrator.planner.chip import Chip, matmul_s, with_launches
 from orchestrator.planner.software import Software
-
-# Output tiles that matmul libraries choose among, and their rate against the largest, which moves the least data.
-TILES = ((256, 128, 1.0), (128, 128, 0.95), (64, 128, 0.80))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Chip:
-    """What one rank computes with."""
-
-    device: str
-    matmul_flops: float  # sustained, of linear maps
-    half_flops: float  # sustained, of attention and of the output projection: never below 16 bits
-    attention: float  # share of that for fused attention, against kernels written for the chip
-    memory_bytes_s: float
-    multiprocessors: int
-    element: int  # bytes of an activation
-    casts: bool  # linear maps in fp8 or fp4 cast their inputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,46 +44,10 @@ class LayerTimes:
         return self.inputs_s + self.weights_s + self.again_s
 
 
-def chip_of(cluster: ClusterSpec, *, training: TrainingSpec, software: Software) -> Chip:
-    """The rates of one rank of the cluster under this software."""
-    dtype = software.matmul_dtype or training.param_dtype
-    half = training.param_dtype if training.param_dtype == "float32" else "bfloat16"
-
-    def sustained(name: str) -> float:
-        return cluster.peak(name) * 1e12 * cluster.matmul_ceiling * constants.SUSTAINED_MATMUL[name]
-
-    return Chip(device=cluster.device, matmul_flops=sustained(dtype), half_flops=sustained(half),
-                attention=1.0 if software.tuned_attention else cluster.hardware.portable_attention,
-                memory_bytes_s=cluster.hbm_gb_s * 1e9 * constants.MEMORY_EFFICIENCY,
-                multiprocessors=cluster.hardware.multiprocessors, element=DTYPE_BYTES[training.param_dtype],
-                casts=dtype in ("float8", "float4"))
-
-
 def shape_of(layout: Layout, *, seq_len: int) -> Shape:
     dims = layout.dims
     return Shape(tokens=max(1, layout.microbatch_size * seq_len // dims.cp), seq_len=seq_len, tp=dims.tp, ep=dims.ep,
                  sequence_split=dims.tp if layout.sequence_parallel else 1, recompute=layout.recompute)
-
-
-def tiled_s(m: int, n: int, k: int, *, flops: float, multiprocessors: int) -> float:
-    """Seconds of a matmul [m, k] × [k, n] at a sustained rate of `flops`: its output is cut into tiles, the last round
-    of tiles leaves multiprocessors idle, the last tile of a side is not full, and each round starts and ends once."""
-    best = math.inf
-    for rows, columns, rate in TILES:
-        for tile_m, tile_n in ((rows, columns), (columns, rows)):
-            rounds = math.ceil(math.ceil(m / tile_m) * math.ceil(n / tile_n) / multiprocessors)
-            tile_s = 2.0 * tile_m * tile_n * k * multiprocessors / (flops * rate)
-            best = min(best, rounds * (tile_s + constants.TILE_OVERHEAD_S))
-    return best
-
-
-@functools.lru_cache(maxsize=65536)
-def matmul_s(m: int, n: int, k: int, *, flops: float, chip: Chip) -> float:
-    """Seconds of one matmul at a sustained rate of `flops`: bound by arithmetic or by memory."""
-    moved_s = chip.element * (m * k + k * n + m * n) / chip.memory_bytes_s
-    if chip.device == "cpu":
-        return max(2.0 * m * n * k / flops, moved_s)
-    return max(tiled_s(m, n, k, flops=flops, multiprocessors=chip.multiprocessors), moved_s)
 
 
 @functools.lru_cache(maxsize=16384)
@@ -121,9 +66,9 @@ def layer_times(model: ModelSpec, layer: int, *, shape: Shape, chip: Chip, softw
     if chip.casts:
         cast = constants.CAST_BYTES * sum(m * k * count for m, _, k, count in maps) / chip.memory_bytes_s
     kernels = _kernels(model, layer, shape=shape, chip=chip, software=software)
-    forward_s = _with_launches(forward + attention + stream + cast, kernels=kernels, chip=chip)
+    forward_s = with_launches(forward + attention + stream + cast, kernels=kernels, chip=chip)
     inputs_s = inputs + attention_back + constants.BACKWARD_TRAFFIC * stream + cast
-    backward_s = _with_launches(inputs_s + weights, kernels=2 * kernels, chip=chip)
+    backward_s = with_launches(inputs_s + weights, kernels=2 * kernels, chip=chip)
     entries = tuple((share, sum(matmul_s(k, n, m, flops=flops, chip=chip) for m, n, k, _ in columns))
                     for share, columns in _entries(model, layer, maps))
     return LayerTimes(forward_s=forward_s, inputs_s=backward_s - weights, weights_s=weights, attention_s=attention,
@@ -263,13 +208,6 @@ def _kernels(model: ModelSpec, layer: int, *, shape: Shape, chip: Chip, software
     return kernels + constants.ROUTING_KERNELS + each * max(1, model.moe.num_experts // shape.ep)
 
 
-def _with_launches(seconds: float, *, kernels: float, chip: Chip) -> float:
-    launches_s = kernels * constants.LAUNCH_S[chip.device]
-    if chip.device == "cpu":
-        return seconds + launches_s
-    return max(seconds + kernels * constants.KERNEL_RAMP_S, launches_s)
-
-
 @functools.lru_cache(maxsize=4096)
 def head_times(model: ModelSpec, *, shape: Shape, chip: Chip) -> LayerTimes:
     """Final norm, output projection and loss of one microbatch. The projection is never below 16 bits; its float32
@@ -288,8 +226,3 @@ def embedding_times(model: ModelSpec, *, shape: Shape, chip: Chip) -> LayerTimes
     """Look-up, and the sum into the table's gradient."""
     moved = chip.element * shape.tokens * model.dim / shape.sequence_split / chip.memory_bytes_s
     return LayerTimes(forward_s=2 * moved, inputs_s=0.0, weights_s=4 * moved)
-
-
-def optimizer_s(params: float, *, chip: Chip) -> float:
-    """AdamW over `params` parameters of this rank: bound by memory."""
-    return params * constants.ADAM_TRAFFIC_BYTES / chip.memory_bytes_s

@@ -18,7 +18,8 @@ from jobs.spec.training import TrainingSpec
 from orchestrator.cluster import ClusterSpec
 from orchestrator.planner import constants
 from orchestrator.planner.communication import gather_passes
-from orchestrator.planner.compute import Chip, Shape, chip_of, optimizer_s, shape_of
+from orchestrator.planner.chip import Chip, chip_of, optimizer_s
+from orchestrator.planner.compute import Shape, shape_of
 from orchestrator.planner.links import expert_shards
 from orchestrator.planner.memory import stage_memory
 from orchestrator.planner.plan import Prediction, StageMemory, Transfer
@@ -69,6 +70,7 @@ def price(model: ModelSpec, layout: Layout, *, training: TrainingSpec, cluster: 
     whole_s = _pipeline_s(layout, costs.times())
     apart = any(one.send_s for one in costs.stages)
     unhindered_s = _pipeline_s(layout, costs.times(sends=False)) if apart else whole_s
+    bubble_s = max(0.0, unhindered_s - work[busiest])  # without a pipeline the two differ by rounding
     step_s = whole_s + costs.tail_s + costs.update_s
     memory = heaviest(model, layout, training=training, cluster=cluster, software=software)
     per_gpu = training.global_batch_size * training.seq_len / step_s / layout.dims.world_size
@@ -86,9 +88,9 @@ def price(model: ModelSpec, layout: Layout, *, training: TrainingSpec, cluster: 
         hfu=per_gpu * executed / peak,
         compute_s=m * sum(one.compute_s for one in ranks[busiest]),
         exposed_communication_s=m * sum(one.exposed_s for one in ranks[busiest]) + whole_s - unhindered_s + costs.tail_s,
-        bubble_s=unhindered_s - work[busiest],
+        bubble_s=bubble_s,
         optimizer_s=costs.update_s,
-        bubble_fraction=(unhindered_s - work[busiest]) / whole_s,
+        bubble_fraction=bubble_s / whole_s,
         memory_gib=memory.total_gib,
         memory_stage=memory.stage,
         memory_limit_gib=cluster.gpu_memory_gib * (1 - headroom),

@@ -14,7 +14,7 @@ from jobs.spec.parallel import ZERO_BUBBLE_SCHEDULES, Layout
 from jobs.spec.training import DTYPE_BYTES, TrainingSpec
 from orchestrator.cluster import ClusterSpec
 from orchestrator.planner import constants
-from orchestrator.planner.compute import Chip, chip_of, optimizer_s
+from orchestrator.planner.chip import Chip, chip_of, optimizer_s
 from orchestrator.planner.cost import Priced
 from orchestrator.planner.links import collective_s, placed_group, send_recv_s
 from orchestrator.planner.memory import ADAM_BYTES, GATHERED_UNITS, MASTER_BYTES
@@ -123,7 +123,7 @@ def price(question: OwnQuestion, layout: Layout) -> Priced:
     flops, peak = question.profile.flops_per_token, cluster.peak(training.param_dtype) * 1e12
     again = sum(c.again_flops for c in costs) * dims.tp / training.seq_len
     compute_s = m * sum(c.compute_s for c in ranks[busiest])
-    bubble_s = times[False] - work[busiest]
+    bubble_s = max(0.0, times[False] - work[busiest])
     predicted = Prediction(
         step_time_s=step_s, tokens_per_s=per_gpu * dims.world_size, tokens_per_s_per_gpu=per_gpu,
         tflops_per_gpu=per_gpu * flops / 1e12, mfu=per_gpu * flops / peak, mfu_convention="full",

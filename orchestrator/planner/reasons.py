@@ -48,7 +48,7 @@ def grown_parts(loser: Priced, winner: Priced) -> list[tuple[str, float]]:
 def cost_parts(priced: Priced) -> dict[str, float]:
     """Seconds of a step by what they are spent on."""
     predicted: Prediction = priced.predicted
-    parts = {"compute": predicted.compute_s, "pipeline bubble": max(0.0, predicted.bubble_s),
+    parts = {"compute": predicted.compute_s, "pipeline bubble": predicted.bubble_s,
              "optimizer": predicted.optimizer_s}
     for transfer in priced.transfers:
         name = f"exposed {transfer.axis} communication"

@@ -10,12 +10,12 @@ from jobs.spec import support
 from jobs.spec.load import Problem
 from jobs.spec.parallel import VIRTUAL_STAGES
 from orchestrator.config import request_value_problems
-from orchestrator.planner import rules
+from orchestrator.planner import pipeline_rules, rules
+from orchestrator.planner.choices import node_counts
 from orchestrator.planner.cost import Priced
 from orchestrator.planner.question import WORLD_AXES, Question, divisors, listed
 from orchestrator.planner.reasons import gib, ms
 from orchestrator.planner.search import Search
-from orchestrator.planner.space import node_counts
 
 SIZES = {  # what must be at least 1, by the part of the question it is in
     "model": ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim"),
@@ -103,7 +103,7 @@ def _fixed_problems(question: Question, fixed: dict[str, int]) -> list[Problem]:
     for tp in request.options("tp") or ():
         problems += rules.tp_problems(tp, question) if len(request.options("tp") or ()) == 1 else []
     if "pp" in fixed:
-        problems += rules.pp_problems(fixed["pp"], question)
+        problems += pipeline_rules.pp_problems(fixed["pp"], question)
     if "cp" in fixed:
         problems += rules.cp_problems(fixed["cp"], fixed.get("tp", 1), question)
     if "ep" in fixed:
@@ -113,22 +113,22 @@ def _fixed_problems(question: Question, fixed: dict[str, int]) -> list[Problem]:
     if {"dp_shard", "tp"} <= set(fixed) and not problems:
         problems += rules.shard_problems(fixed["dp_shard"], fixed["tp"], question)
     if {"schedule", "zero_stage"} <= set(fixed) and fixed.get("dp_shard", 2) > 1:
-        problems += rules.zero_problems(fixed["schedule"], fixed["zero_stage"], fixed.get("pp", 2))
+        problems += pipeline_rules.zero_problems(fixed["schedule"], fixed["zero_stage"], fixed.get("pp", 2))
     problems += _pipeline_problems(question, fixed) + _batch_problems(question, fixed)
     return problems
 
 
 def _pipeline_problems(question: Question, fixed: dict[str, int]) -> list[Problem]:
     problems, pp = [], fixed.get("pp")
-    if pp is None or rules.pp_problems(pp, question):
+    if pp is None or pipeline_rules.pp_problems(pp, question):
         return problems
     written = question.request.layers_per_stage
     virtual = fixed.get("virtual_stages", len(written) // pp if written != "auto" and len(written) % pp == 0 else None)
     if "schedule" in fixed:
         virtual = virtual or (VIRTUAL_STAGES[fixed["schedule"]][0] if pp > 1 else 1)
-        problems += rules.stages_problems(fixed["schedule"], virtual, pp, question)
+        problems += pipeline_rules.stages_problems(fixed["schedule"], virtual, pp, question)
     if written != "auto" and not problems:
-        problems += rules.split_problems(tuple(written), pp, virtual or 1, question)
+        problems += pipeline_rules.split_problems(tuple(written), pp, virtual or 1, question)
     return problems
 
 
@@ -142,13 +142,13 @@ def _batch_problems(question: Question, fixed: dict[str, int]) -> list[Problem]:
         return problems
     schedule, pp = fixed.get("schedule", "gpipe"), fixed.get("pp", 1)
     least = -(-batch // (dp * size))
-    multiple = rules.microbatch_multiple(schedule, pp)
+    multiple = pipeline_rules.microbatch_multiple(schedule, pp)
     rounded = -(-least // multiple) * multiple if question.request.uneven_batch else least
     count = fixed.get("num_microbatches", rounded)
     if "microbatch_size" in fixed and "num_microbatches" in fixed:
         problems += rules.count_problems(count, rounded, dp, size, question)
     if "schedule" in fixed and not problems:
-        problems += rules.schedule_problems(schedule, count, pp, dp, question)
+        problems += pipeline_rules.schedule_problems(schedule, count, pp, dp, question)
     return problems
 
 
@@ -215,7 +215,7 @@ def too_big(search: Search) -> list[Problem]:
     remedies.append(f"a GPU of at least {gib(predicted.memory_gib / (1 - headroom))}")
     return [Problem(where="memory", value=None, message=f"none of {search.space.count()} legal layouts fits the "
                     f"{gib(predicted.memory_limit_gib)} of {question.cluster.gpu} that memory.headroom={headroom:g} "
-                    f"leaves; the smallest, {smallest.layout}, needs {gib(predicted.memory_gib)} on stage "
+                    f"leaves; the smallest, {smallest.layout}, needs {gib(predicted.memory_gib)} on pipeline rank "
                     f"{predicted.memory_stage}; what would fit: {'; '.join(remedies)}")]
 
 

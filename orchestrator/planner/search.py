@@ -13,13 +13,14 @@ from typing import Any
 from jobs.spec.model import AttentionConvention
 from jobs.spec.parallel import ZERO_BUBBLE_SCHEDULES, Layout, ParallelDims
 from orchestrator.planner.bounds import ROUNDING, Bounds, Sharding
+from orchestrator.planner.choices import UNITS
 from orchestrator.planner.cost import Priced, StepCosts, heaviest, price, step_costs
 from orchestrator.planner.footprint import Footprint
 from orchestrator.planner.parts import Pass, Shape, Variant
+from orchestrator.planner.pipeline_rules import zero_problems
 from orchestrator.planner.plan import GIB
 from orchestrator.planner.question import Question
-from orchestrator.planner.rules import zero_problems
-from orchestrator.planner.space import UNITS, Space
+from orchestrator.planner.space import Space
 from orchestrator.planner.timeline import pipeline_s
 from orchestrator.planner.waiting import Costed, Effort, Group, Part, Queue, Timed
 from orchestrator.planner.ways import Ways

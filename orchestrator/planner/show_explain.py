@@ -28,7 +28,7 @@ def axes_table(effects: tuple[AxisEffect, ...]) -> Group:
             continue
         change = f"{effect.change:+.1%}" if abs(effect.change) >= EQUAL else "same"
         rows.add_row(effect.what, Text(change, "red" if effect.change > 0.05 else ""), str(effect.other.layout),
-                     effect.other.reason)
+                     Text(effect.other.reason))  # which may quote a list of the request: brackets that are no markup
     return Group(rows)
 
 
@@ -38,7 +38,7 @@ def show_explained(explained: Explained, winner: Priced, console: Console) -> No
     if explained.priced is not None:
         console.print(_beside(explained.priced, winner))
     for reason in explained.reasons:
-        console.print(f"  • {reason}", highlight=False)
+        console.print(f"  • {reason}", highlight=False, markup=False)
 
 
 def _beside(one: Priced, winner: Priced) -> Table:
@@ -66,11 +66,11 @@ def diff_table(rows: list[tuple[str, Any, Any]], *, names: tuple[str, str]) -> G
         return Text("the plans are the same")
     shown = table("")
     for column in ("", *names, "change"):
-        shown.add_column(column, justify="left" if not column else "right")
+        shown.add_column(Text(column), justify="left" if not column else "right")
     for field, before, after in rows:
         number = all(isinstance(v, int | float) and not isinstance(v, bool) for v in (before, after))
         change = f"{after / before - 1:+.1%}" if number and before else ""
-        shown.add_row(field, _worded(before), _worded(after), change)
+        shown.add_row(field, Text(_worded(before)), Text(_worded(after)), change)
     return Group(shown)
 
 

@@ -1,7 +1,8 @@
 """The space of layouts, from coarse to fine: shape → variant → layout. Every legal layout comes out exactly once.
 
 Called by the search, which bounds the coarse parts before it opens them, and by tests, which open everything.
-Legality is that of rules.py; memory and time are not known here.
+What is worth trying is said by choices.py, legality by rules.py and pipeline_rules.py; memory and time are not known
+here.
 """
 import functools
 import itertools
@@ -10,20 +11,13 @@ from typing import Any
 
 from jobs.spec import support
 from jobs.spec.load import Problem
-from jobs.spec.parallel import MESH_ORDER, VIRTUAL_STAGES, CpMethod, Layout, ParallelDims, Recompute, Schedule
+from jobs.spec.parallel import CpMethod, Layout, ParallelDims, Recompute, Schedule
 from orchestrator.config import CHOICES
-from orchestrator.planner import rules
+from orchestrator.planner import choices, pipeline_rules, rules
 from orchestrator.planner.communication import axis_group
 from orchestrator.planner.parts import Ledger, Pass, Shape, Variant
 from orchestrator.planner.question import WORLD_AXES, Question, divisors
 from orchestrator.planner.uneven import stage_splits
-
-# Orders that keep tp, and around it cp, on neighbouring GPUs: what is outermost tolerates the slowest link.
-ORDERS = (MESH_ORDER, ("pp", "dp_replicate", "dp_shard", "cp", "tp"), ("dp_replicate", "dp_shard", "pp", "cp", "tp"))
-UNITS = (1, 2, 4)  # layers that FSDP gathers together
-MOST_VIRTUAL_STAGES = 16
-MOST_TOKENS = 65536  # of one microbatch on one rank: with more no matmul is fuller
-LEAST_CHUNK = {"cuda": 128, "cpu": 8}  # tokens of one of the two chunks of the sequence that a cp rank holds
 
 
 class Space:
@@ -32,32 +26,33 @@ class Space:
     def __init__(self, question: Question) -> None:
         self.question = question
         self.ledger = Ledger()
-        self.orders = _orders(question)
+        self.orders = choices.orders(question)
         self._schedules = functools.cache(self._schedules_of)
         self._splits = functools.cache(self._splits_of)
         self._dims = functools.cache(self._dims_of)
         self._shardings = functools.cache(self._shardings_of)
-        self._sequence_splits = functools.cache(self._sequence_splits_of)
+        self._sequence_splits = functools.cache(
+            lambda tp, cp: choices.sequence_splits(question, tp=tp, cp=cp))
         self._variants = functools.cache(self._variants_of)
         self._variants_times_shardings = functools.cache(self._count_variants)
-        self._options = {name: self._choices(name) for name in CHOICES}
+        self._options = {name: choices.options(question, name) for name in CHOICES}
 
     # -------------------------------------------------------------- shapes
     def shapes(self) -> Iterator[Shape]:
         """Degrees whose product is the ranks of a number of nodes, with every microbatch size worth trying."""
-        for nodes in node_counts(self.question):
+        for nodes in choices.node_counts(self.question):
             yield from self._shapes_on(nodes * self.question.cluster.gpus_per_node)
 
     def _shapes_on(self, world: int) -> Iterator[Shape]:
         question, refuse = self.question, self.ledger.refuse
-        for tp in self._degrees("tp", world):
+        for tp in choices.degrees(question, "tp", most=world):
             if refuse("tp", rules.tp_problems(tp, question)):
                 continue
-            for cp in self._cps(tp, world):
+            for cp in choices.cps(question, tp=tp, world=world):
                 if refuse("cp", rules.cp_problems(cp, tp, question)):
                     continue
-                for pp in self._degrees("pp", world // (tp * cp)):
-                    if refuse("pp", rules.pp_problems(pp, question)):
+                for pp in choices.degrees(question, "pp", most=world // (tp * cp)):
+                    if refuse("pp", pipeline_rules.pp_problems(pp, question)):
                         continue
                     dp = world // (tp * cp * pp)
                     if not self._dp_possible(dp):
@@ -66,15 +61,6 @@ class Space:
                         continue
                     for ep in self._eps(dp, cp, tp):
                         yield from self._batchings(world, tp, cp, pp, ep, dp)
-
-    def _cps(self, tp: int, world: int) -> list[int]:
-        """Without a wish none that leaves attention less than a tile: such a chunk computes no faster than a whole
-        one."""
-        degrees = self._degrees("cp", world // tp)
-        if self.question.request.options("cp") is not None:
-            return degrees
-        least = LEAST_CHUNK[self.question.cluster.device]
-        return [cp for cp in degrees if cp == 1 or self.question.training.seq_len >= 2 * cp * least]
 
     def _dp_possible(self, dp: int) -> bool:
         shards, replicas = self.question.request.options("dp_shard"), self.question.request.options("dp_replicate")
@@ -85,25 +71,16 @@ class Space:
         if self.question.model.moe is None and self.question.request.options("ep") is None:
             yield 1
             return
-        for ep in self._degrees("ep", dp * cp * tp):
+        for ep in choices.degrees(self.question, "ep", most=dp * cp * tp):
             if not (self.ledger.refuse("ep", rules.ep_problems(ep, self.question))
                     or self.ledger.refuse("ep", rules.ep_group_problems(ep, dp_shard=dp, cp=cp, tp=tp))):
                 yield ep
 
     def _batchings(self, world: int, tp: int, cp: int, pp: int, ep: int, dp: int) -> Iterator[Shape]:
         batch = self.question.training.global_batch_size
-        for size in self._microbatch_sizes(dp, cp):
+        for size in choices.microbatch_sizes(self.question, dp=dp, cp=cp):
             if not self.ledger.refuse("microbatch_size", rules.batch_problems(dp, size, self.question)):
                 yield Shape(world, tp, cp, pp, ep, dp, size, -(-batch // (dp * size)))
-
-    def _microbatch_sizes(self, dp: int, cp: int) -> tuple[int, ...]:
-        asked = self.question.request.options("microbatch_size")
-        if asked is not None:
-            return asked
-        training = self.question.training
-        most = max(1, MOST_TOKENS * cp // training.seq_len)
-        return tuple(size for size in _sizes(training.global_batch_size, dp, self.question.request.uneven_batch)
-                     if size <= most)
 
     # -------------------------------------------------------------- variants
     def variants(self, shape: Shape, recompute: Recompute) -> tuple[Variant, ...]:
@@ -128,40 +105,25 @@ class Space:
         if pp == 1:  # there is nothing to schedule: any name would do
             names = ("1f1b",) if "1f1b" in names else ("gpipe",) if "gpipe" in names else names[:1]
         for schedule in names:
-            for virtual_stages in self._virtual_stages(schedule, pp):
-                if self.ledger.refuse("virtual_stages", rules.stages_problems(schedule, virtual_stages, pp, question)):
+            for virtual_stages in choices.virtual_stages(question, schedule=schedule, pp=pp):
+                if self.ledger.refuse("virtual_stages", pipeline_rules.stages_problems(schedule, virtual_stages, pp,
+                                                                                       question)):
                     continue
-                for count in self._counts(schedule, pp, least):
+                for count in choices.counts(question, schedule=schedule, pp=pp, least=least):
                     if not (self.ledger.refuse("num_microbatches", rules.count_problems(
-                                count, _rounded(least, schedule, pp), dp, microbatch_size, question))
+                                count, choices.rounded(least, schedule, pp), dp, microbatch_size, question))
                             or self.ledger.refuse(
-                                "schedule", rules.schedule_problems(schedule, count, pp, dp, question))):
+                                "schedule", pipeline_rules.schedule_problems(schedule, count, pp, dp, question))):
                         found.append((schedule, virtual_stages, count))
         return tuple(found)
-
-    def _virtual_stages(self, schedule: Schedule, pp: int) -> tuple[int, ...]:
-        least, most = VIRTUAL_STAGES[schedule] if pp > 1 else (1, 1)
-        asked = self.question.request.options("virtual_stages")
-        if asked is not None:
-            return asked
-        layers = self.question.model.num_layers
-        top = min(most or MOST_VIRTUAL_STAGES, MOST_VIRTUAL_STAGES, layers // pp)
-        # even chunks, with the ends as layers or without; powers of two; one layer per stage
-        return tuple(v for v in range(least, top + 1) if most or v & (v - 1) == 0 or layers % (pp * v) == 0
-                     or (layers + 2) % (pp * v) == 0 or v == layers // pp) or (least,)
-
-    def _counts(self, schedule: Schedule, pp: int, least: int) -> tuple[int, ...]:
-        asked = self.question.request.options("num_microbatches")
-        if asked is not None:
-            return asked
-        return (_rounded(least, schedule, pp) if self.question.request.uneven_batch else least,)
 
     def _splits_of(self, pp: int, virtual_stages: int, recompute: Recompute) -> tuple[tuple[int, ...], ...]:
         question, written = self.question, self.question.request.layers_per_stage
         if written == "auto":
             return stage_splits(question.model, num_stages=pp * virtual_stages, seq_len=question.training.seq_len,
                                 recompute=recompute)
-        if self.ledger.refuse("layers_per_stage", rules.split_problems(tuple(written), pp, virtual_stages, question)):
+        if self.ledger.refuse("layers_per_stage", pipeline_rules.split_problems(tuple(written), pp, virtual_stages,
+                                                                                question)):
             return ()
         return (tuple(written),)
 
@@ -232,7 +194,7 @@ class Space:
                 continue
             seen = set()
             for order in self.orders:
-                if ep > 1 and request.mesh_order == "auto" and not _experts_together(order):
+                if ep > 1 and request.mesh_order == "auto" and not choices.experts_together(order):
                     continue
                 dims = ParallelDims(dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp, pp=pp, ep=ep,
                                     order=order)
@@ -256,24 +218,12 @@ class Space:
         difference, its first value stands for all."""
         asked_units = self.question.request.options("layers_per_unit")
         zeros = [z for z in self._options["zero_stage"] if not (sharded and self.ledger.refuse(
-            "zero_stage", rules.zero_problems(schedule, z, pp)))]
-        units = asked_units or tuple(u for u in UNITS if u <= most_layers)
+            "zero_stage", pipeline_rules.zero_problems(schedule, z, pp)))]
+        units = asked_units or tuple(u for u in choices.UNITS if u <= most_layers)
         return tuple((zero, unit, each)
                      for zero in (zeros if sharded else zeros[:1])
                      for unit in (units if sharded else units[:1])
                      for each in self._reductions(sharded and several and zero > 1))
-
-    def _sequence_splits_of(self, tp: int, cp: int) -> tuple[bool, ...]:
-        """Sequence parallelism saves memory at the same bytes: without a wish, wherever the sequence divides."""
-        asked = self.question.request.options("sequence_parallel")
-        if rules.needs_sequence_parallel(self.question.model, tp=tp):
-            asked = (True,)
-        divides = self.question.training.seq_len % ((2 * cp if cp > 1 else 1) * tp) == 0
-        if tp == 1:
-            return (asked or (True,))[:1]
-        if asked is None:
-            return (divides,)
-        return tuple(split for split in asked if divides or not split)
 
     def _methods(self, cp: int) -> tuple[CpMethod, ...]:
         return self._options["cp_method"] if cp > 1 else self._options["cp_method"][:1]
@@ -281,60 +231,6 @@ class Space:
     def _reductions(self, free: bool) -> tuple[bool, ...]:
         options = self._options["reduce_every_microbatch"]
         return options if free else options[:1]
-
-    # -------------------------------------------------------------- options
-    def _degrees(self, axis: str, most: int) -> list[int]:
-        asked = self.question.request.options(axis)
-        top = support.DEGREES.get(axis) if self.question.trainable else None
-        return [d for d in divisors(most) if (asked is None or d in asked) and (top is None or d <= top)]
-
-    def _choices(self, name: str) -> tuple[Any, ...]:
-        asked = self.question.request.options(name)
-        every = DEFAULT_FIRST.get(name, CHOICES[name]) if asked is None else asked
-        trained = support.LAYOUTS.get(name) if self.question.trainable else None
-        return tuple(one for one in every if trained is None or one in trained)
-
-
-# The value that stands for all where a choice makes no difference comes first.
-DEFAULT_FIRST = {"zero_stage": (3, 2, 1), "reduce_every_microbatch": (False, True)}
-
-
-def node_counts(question: Question) -> tuple[int, ...]:
-    """How many of the nodes to train on: all, or the largest multiples of what pipelines and tp × cp groups come in."""
-    asked = question.request.options("num_nodes")
-    if asked is not None:
-        return tuple(n for n in asked if n <= question.num_nodes)
-    steps = [2 ** k for k in range(question.num_nodes.bit_length())]
-    return tuple(sorted({question.num_nodes // step * step for step in steps}, reverse=True))
-
-
-@functools.lru_cache(maxsize=4096)
-def _sizes(batch: int, dp: int, uneven: bool) -> tuple[int, ...]:
-    """Microbatch sizes worth trying: of those that need as many microbatches, the smallest."""
-    share = -(-batch // dp)
-    if not uneven:
-        return tuple(divisors(batch // dp)) if batch % dp == 0 else ()
-    sizes = {*divisors(share), *(2 ** k for k in range(share.bit_length()))}
-    smallest: dict[int, int] = {}
-    for size in sorted(sizes):
-        smallest.setdefault(-(-batch // (dp * size)), size)
-    return tuple(smallest.values())
-
-
-def _rounded(least: int, schedule: Schedule, pp: int) -> int:
-    multiple = rules.microbatch_multiple(schedule, pp)
-    return -(-least // multiple) * multiple
-
-
-def _orders(question: Question) -> tuple[tuple[str, ...], ...]:
-    asked = question.request.mesh_order
-    return ORDERS if asked == "auto" else (tuple(asked),)
-
-
-def _experts_together(order: tuple[str, ...]) -> bool:
-    """ep is carved out of dp_shard × cp × tp, which must then be neighbours."""
-    return order[-3:] == ("dp_shard", "cp", "tp")
-
 
 def every_layout(question: Question) -> Iterator[Layout]:
     """All legal layouts, opened to the last detail: for small spaces."""

@@ -21,7 +21,8 @@ from jobs.spec.training import TrainingSpec
 from orchestrator.cluster import ClusterSpec
 from orchestrator.planner import constants
 from orchestrator.planner.communication import INPUTS_AGAIN, gather_passes, stage_transfers
-from orchestrator.planner.compute import Chip, LayerTimes, Shape, embedding_times, head_times, layer_times
+from orchestrator.planner.chip import Chip
+from orchestrator.planner.compute import LayerTimes, Shape, embedding_times, head_times, layer_times
 from orchestrator.planner.plan import Transfer
 from orchestrator.planner.software import Software
 from orchestrator.planner.timeline import StageTimes

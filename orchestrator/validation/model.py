@@ -13,6 +13,7 @@ import yaml
 from jobs.spec.counts import num_params
 from jobs.spec.load import SpecError, from_dict
 from jobs.spec.model import ModelSpec
+from orchestrator.planner.refusals import MOST_LAYERS
 from orchestrator.validation.table import Row
 
 PRESETS = Path(__file__).parents[2] / "configs" / "models"
@@ -34,9 +35,11 @@ def model_of(row: Row, *, gated_table: bool) -> ModelSpec:
         if preset is None or preset.moe is None:
             raise NotPriced(f"expert sizes of {row.model} are neither in the table nor among the presets")
         return preset
-    missing = [name for name in SIZES if getattr(row, name) is None]
+    missing = [name for name in SIZES if not getattr(row, name)]
     if missing:
         raise NotPriced(f"sizes not stated: {', '.join(missing)}")
+    if row.layers > MOST_LAYERS:
+        raise NotPriced(f"layers={row.layers} are more than {MOST_LAYERS}")
     if row.hidden % row.heads:
         raise NotPriced(f"heads={row.heads} do not divide hidden={row.hidden}")
     gelu = row.ffn == 4 * row.hidden and not gated_table

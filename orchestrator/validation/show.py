@@ -18,12 +18,12 @@ def show_report(report: Report, console: Console) -> None:
     """Print everything; reads well from 110 columns on. `no`: rows refused."""
     console.print(_groups(report))
     for line in _totals(report):
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, markup=False)
     console.print(Text("fitted on: " + ", ".join(FITTED_GROUPS), "dim"), highlight=False)
     for reason, count in Counter(one.refused for one in report.rows if one.refused).most_common():
         console.print(Text(f"{count:4d} refused: {reason}", "dim"), highlight=False)
     for line in _fits(report):
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, markup=False)  # a row's name may have brackets
 
 
 def _groups(report: Report) -> Table:
@@ -31,9 +31,9 @@ def _groups(report: Report) -> Table:
     for column in ("group", "", "rows", "no", "MAPE", "worst", "τ", "regret", "memory", "worst row"):
         table.add_column(column, justify="left" if column in ("group", "", "worst row") else "right", no_wrap=True)
     for one in report.groups:
-        table.add_row(one.group, "fit" if one.fitted else "", str(one.rows), str(one.refused), _percent(one.mape),
+        table.add_row(Text(one.group), "fit" if one.fitted else "", str(one.rows), str(one.refused), _percent(one.mape),
                       _percent(one.max_ape), _figure(one.tau, "{:.2f}"), _figure(one.regret, "{:.3f}"),
-                      _percent(one.memory_mape), _end(one))
+                      _percent(one.memory_mape), Text(_end(one)))
     return table
 
 

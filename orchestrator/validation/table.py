@@ -100,9 +100,12 @@ def _row(cells: dict[str, str], line: int, group_by: str, problems: list[Problem
             continue
         kind = str(field.type)
         try:
-            values[field.name] = text if "str" in kind else _finite(text) if "float" in kind else _whole(text)
+            value = values[field.name] = text if "str" in kind else _finite(text) if "float" in kind else _whole(text)
+            wrong = "" if isinstance(value, str) or value >= 0 else "is below 0"
         except ValueError:
-            problems.append(Problem(where=field.name, value=text, message="is not a number", origin=f"{origin}:{line}"))
+            wrong = "is not a number"
+        if wrong:
+            problems.append(Problem(where=field.name, value=text, message=wrong, origin=f"{origin}:{line}"))
     values.setdefault("id", f"line {line}")
     return Row(group=(cells.get(group_by) or "").strip(), **values)
 

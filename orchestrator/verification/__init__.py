@@ -5,8 +5,6 @@ their reports are compared with what memory and communication predict for the sa
 """
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,7 +22,7 @@ from orchestrator.planner.communication import stage_transfers
 from orchestrator.planner.memory import stage_memory
 from orchestrator.planner.own_cost import OwnQuestion
 from orchestrator.planner.plan import GIB, StageMemory, Transfer
-from orchestrator.planning_own import own_question
+from orchestrator.planning_own import ask, own_question
 from orchestrator.submission.assemble import assemble_job
 
 MEMORY_TOLERANCE = 0.10
@@ -121,12 +119,8 @@ def rank_name(layout: Layout, rank: int) -> str:
 
 def _ask(job: Path, rank: int) -> RankReport | str:
     """The rank's report, or the last line of what went wrong."""
-    done = subprocess.run([sys.executable, "-m", "jobs.verify", str(job), str(rank)], capture_output=True, text=True,
-                          env=os.environ | {"OMP_NUM_THREADS": "1"})
-    if done.returncode == 0:
-        return from_dict(RankReport, json.loads(done.stdout.splitlines()[-1]), origin="jobs.verify")
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
-    return lines[-1] if lines else f"jobs.verify ended with code {done.returncode}"
+    answer = ask("jobs.verify", str(job), str(rank))
+    return answer if isinstance(answer, str) else from_dict(RankReport, answer, origin="jobs.verify")
 
 
 # ------------------------------------------------------------------ against the plan

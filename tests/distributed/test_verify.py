@@ -14,7 +14,7 @@ from jobs.spec.job import JobSpec
 from jobs.spec.load import to_dict
 from jobs.spec.model import ModelSpec
 from jobs.spec.parallel import Layout, ParallelDims
-from jobs.spec.training import TrainingSpec
+from jobs.spec.training import DataSpec, TrainingSpec
 from orchestrator.config import RunConfig
 from orchestrator.submission.assemble import assemble_job
 from orchestrator.verification import compare, telling_ranks
@@ -88,6 +88,20 @@ def test_plan_and_trainer_agree_on_memory_and_bytes(case):
 @pytest.mark.parametrize("case", SLOW)
 def test_plan_and_trainer_agree_on_presets(case):
     agree(SLOW[case])
+
+
+# documents are masked by another algorithm than the planner knows, which keeps what a fused kernel keeps
+MASKED = {"ZeRO-3": dict(dp_shard=8), "pp2 × tp2": dict(pp=2, tp=2, dp_shard=2)}
+
+
+@pytest.mark.parametrize("case", MASKED)
+def test_the_step_of_masked_documents_is_the_one_that_is_verified(case):
+    config, job = preset_job("llama3-8b", 4, MASKED[case], {}, 2048)
+    masked = dataclasses.replace(job, data=DataSpec(path="a.bin", document_mask=True))
+    for rank in telling_ranks(job.layout):
+        plain, report = (verify_in_child(one, rank=rank) for one in (job, masked))
+        assert report.peak_bytes["activations"] > plain.peak_bytes["activations"]  # masks, and where documents begin
+        assert compare(report, job=masked, config=config, limit_bytes=2**62).problems == ()
 
 
 # ------------------------------------------------------------------ a fake rank is a rank

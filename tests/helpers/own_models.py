@@ -87,6 +87,14 @@ def raising(*, vocab_size: int, seq_len: int) -> tuple[nn.Module, dict]:
     return {}["dim"]
 
 
+def raising_lines(*, vocab_size: int, seq_len: int) -> tuple[nn.Module, dict]:
+    raise ValueError("one\ntwo: three")
+
+
+def leaving(*, vocab_size: int, seq_len: int) -> tuple[nn.Module, dict]:
+    raise SystemExit(0)
+
+
 def returning(*, vocab_size: int, seq_len: int) -> Any:
     return Small(vocab_size)
 

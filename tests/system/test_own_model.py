@@ -20,8 +20,9 @@ def run(folder: Path, *, ranks: int, **more) -> Path:
 
 
 def test_verify_runs_an_own_models_ranks_and_agrees_with_its_plan(tmp_path: Path) -> None:
-    wide = MODEL | {"entrypoint": "configs.examples.mixer:build", "arguments": {"dim": 128, "depth": 4, "head_dim": 16}}
-    run_file = training_run(tmp_path, nodes=1, ranks=8, model=wide, workdir=str(ROOT),
+    (tmp_path / "my_models.py").write_text((ROOT / "configs" / "examples" / "mixer.py").read_text())
+    wide = MODEL | {"arguments": {"dim": 128, "depth": 4, "head_dim": 16}}
+    run_file = training_run(tmp_path, nodes=1, ranks=8, model=wide, workdir=str(tmp_path),
                             training={"steps": 1, "seq_len": 64, "global_batch_size": 16},
                             parallel={"tp": 2, "pp": 2, "dp_shard": 2})
     assert "every rank fits, and does what the plan says" in orc("verify", run_file, check=True).stdout

@@ -51,6 +51,28 @@ def test_a_ddp_script_that_loses_a_rank_ends_where_it_would_have_ended(tmp_path:
     assert (made["goodput"]["steps_productive"], made["goodput"]["steps_lost"]) == (STEPS, 2)
 
 
+def test_a_script_that_is_started_behind_its_last_step_ends_well(tmp_path: Path) -> None:
+    """As after a hang at its end, or a resume of what was complete."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for _ in range(2):
+        subprocess.run([sys.executable, "-m", *DDP, "--folder", str(tmp_path)], check=True, cwd=ROOT, timeout=60,
+                       env=os.environ | alone)
+
+
+GARBAGE = ["step('x')", "step(-1)", "step(1.5)", "step(2**70)", "step(1, tokens='many')", "step(1, loss='low')",
+           "checkpoint(None)"]
+
+
+def test_garbage_is_told_to_who_reports_it_and_to_nobody_else(tmp_path: Path) -> None:
+    """One that was sent would end the connection, and with it all reports behind it."""
+    calls = "".join(f"try:\n    report.{call}\nexcept ValueError as error:\n    print(error)\n" for call in GARBAGE)
+    run_file = command_run(tmp_path, f"from jobs import report\n{calls}report.step(3, loss=0.5)\n", nodes=1, ranks=1)
+    orc("run", run_file, check=True)
+    run_dir = tmp_path / "runs" / "tiny"
+    assert len(log(run_dir, attempt=1).splitlines()) == len(GARBAGE)
+    assert [(s.step, s.loss) for s in only(run_dir, StepReport)] == [(3, 0.5)]
+
+
 # what the script does, in its own words (all but the first are slow) → kind and summary of the first diagnosis
 ENDS = {
     "an exception": ("raise KeyError('lr')", "crash", "raised KeyError: 'lr'"),

@@ -5,8 +5,8 @@ import pytest
 
 from jobs.spec.counts import layer_matmul_params
 from orchestrator.planner import constants
-from orchestrator.planner.compute import (Shape, chip_of, head_times, layer_times, matmul_s, optimizer_s, shape_of,
-                                          tiled_s)
+from orchestrator.planner.chip import chip_of, matmul_s, optimizer_s, tiled_s
+from orchestrator.planner.compute import Shape, head_times, layer_times, shape_of
 from orchestrator.planner.software import OURS
 from tests.helpers.planning import LLAMA3_8B, LLAMA3_70B, SMALL, cpu, h100, layout_of, training
 

@@ -9,7 +9,7 @@ from jobs.data.writer import TokenWriter
 from jobs.spec.load import SpecError
 from jobs.spec.rundir import RunDir
 from jobs.spec.training import DataSpec, SourceSpec, TrainingSpec
-from orchestrator.datasets import absolute_data, data_problems, refuse_changed_files
+from orchestrator.datasets import FILES, absolute_data, data_problems, refuse_changed_files
 from orchestrator.load import load
 from orchestrator.submission.assemble import assemble_job
 from orchestrator.submission.prepare import prepare, submit
@@ -108,6 +108,16 @@ def test_a_run_does_not_go_on_with_other_data(folder):
         writer.commit(vocab_size=300, tokenizer="t", eod=None, inputs_sha256="")
     with pytest.raises(SpecError, match="data.path: .*good.bin' is not the file that the run began with"):
         submit(config, run_dir, executor=None, submissions=None)
+
+
+def test_a_runs_own_token_file_may_move_with_its_directory(folder):
+    run_file = training_run(folder, nodes=1, ranks=1, data={"path": str(folder / "some.txt")})
+    config = load(run_file, [])
+    moved = prepare(config, None).path.rename(folder / "moved")
+    refuse_changed_files(config.data, RunDir(moved).data)
+    (RunDir(moved).data / FILES).write_text("{}")
+    with pytest.raises(SpecError, match="does not say what the run began with"):
+        refuse_changed_files(config.data, RunDir(moved).data)
 
 
 def test_text_that_does_not_fit_is_refused_once_it_is_read(folder):

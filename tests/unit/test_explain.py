@@ -141,6 +141,17 @@ def test_explanations_fit_a_terminal_of_100_columns(small):
         assert word in shown
 
 
+def test_brackets_of_what_was_asked_are_shown_and_are_no_markup():
+    asked = ParallelRequest(recompute=["full", "selective"])
+    effects = axes_of(question_of(SMALL, cpu(2), global_batch_size=16, request=asked))
+    screen = io.StringIO()
+    console = Console(file=screen, width=200)
+    console.print(axes_table(effects))
+    console.print(diff_table([("job.model", "[bold]", "[red]")], names=("[a].json", "[b].json")))
+    for word in ("recompute=[full,selective]", "[bold]", "[red]", "[a].json", "[b].json"):
+        assert word in screen.getvalue()
+
+
 # ------------------------------------------------------------------ the command
 def orc(*arguments, cwd=ROOT):
     return subprocess.run([sys.executable, "-m", "orchestrator.cli", *map(str, arguments)], capture_output=True,
@@ -170,6 +181,7 @@ def test_the_command_refuses_without_a_traceback(tmp_path):
     for arguments in (("plan", tmp_path / "no.json", "--diff", tmp_path / "no.json"), ("export", tmp_path / "no.json",
                                                                                        "--to", "x"),
                       ("plan", ROOT / "configs/runs/demo.yaml", "--explain", "tpp=1"),
+                      ("plan", ROOT / "configs/runs/own_trainer.yaml"), ("verify", ROOT / "configs/runs/own_trainer.yaml"),
                       ("plan", ROOT / "configs/runs/demo.yaml", "--from", tmp_path / "no.json")):
         done = orc(*arguments)
         assert done.returncode == 2 and done.stderr.startswith("orc: ") and "Traceback" not in done.stderr, done.stderr

@@ -17,6 +17,7 @@ from jobs.spec.own_model import OwnModel
 from orchestrator.config import to_yaml
 from orchestrator.load import load, load_traced, read_stored
 from orchestrator.planning import make_plan
+from orchestrator.planning_own import ask
 from tests.helpers.fake import in_child
 from tests.helpers.orc import ROOT, orc
 
@@ -38,6 +39,10 @@ REFUSED = {
     "no colon": ("tests.helpers.own_models", {}, ["is not package.module:function"]),
     "not a function": (f"{MODELS}:DIM", {}, ["is a int, not a function"]),
     "an exception inside": ("raising", {}, ["raised KeyError: 'dim'", "own_models.py:", "in raising"]),
+    "an exit inside": ("leaving", {}, ["raised SystemExit: 0", "in leaving"]),
+    "a message of two lines": ("raising_lines", {}, ["raised ValueError: one two: three (", "in raising_lines"]),
+    "blocks that are none": ("plain", {"blocks": 5}, ["blocks is 5; give a pattern"]),
+    "styles that are none": ("plain", {"styles": ["head"]}, ["styles is ['head']; give a dict"]),
     "an unknown argument": ("returning", {"depht": 3}, ["raised TypeError", "depht"]),
     "no table": ("returning", {}, ["returned Small", "(nn.Module, plan table)"]),
     "a shared weight": ("altered", {"what": "tied"}, ["head.weight and embedding.weight are one", "each its own"]),
@@ -193,6 +198,23 @@ def test_a_broken_model_is_refused_before_anything_is_left_behind(tmp_path: Path
     done = orc("run", path)
     assert done.returncode == 2 and "Traceback" not in done.stderr and not (tmp_path / "runs").exists()
     assert "model.entrypoint" in done.stderr
+
+
+# what a child of the orchestrator does → what is heard of it
+CHILDREN = {
+    "answers, and the user's code prints behind it": ("print('{\"a\": 1}'); print('bye'); print('[2]')", {"a": 1}),
+    "prints what is no UTF-8": ("import os; os.write(1, bytes([255, 10])); print('{}')", {}),
+    "ends without a word": ("import os; os._exit(0)", "it ended with code 0 and no answer"),
+    "raises": ("raise KeyError('dim')", "KeyError: 'dim'"),
+}
+
+
+@pytest.mark.parametrize("case", CHILDREN)
+def test_whatever_a_child_does_is_an_answer_or_one_line(case: str, tmp_path: Path, monkeypatch) -> None:
+    code, heard = CHILDREN[case]
+    (tmp_path / "a_child.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert ask("a_child") == heard
 
 
 def test_the_orchestrator_does_not_import_the_users_code() -> None:

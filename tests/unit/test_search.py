@@ -8,10 +8,11 @@ import pytest
 from jobs.spec.model import MoeSpec
 from orchestrator.config import ParallelRequest
 from orchestrator.planner.bounds import Sharding
+from orchestrator.planner.choices import node_counts
 from orchestrator.planner.question import Question
 from orchestrator.planner.search import Search
 from orchestrator.planner.timeline import pipeline_s
-from orchestrator.planner.space import every_layout, node_counts
+from orchestrator.planner.space import every_layout
 from tests.helpers.planning import LLAMA3_8B, SMALL, cpu, h100, training
 
 TEN = dataclasses.replace(LLAMA3_8B, num_layers=10)

@@ -1,14 +1,16 @@
 """What `orc plan` prints adds up: a reader who sums a column gets the figure beside it."""
+import dataclasses
 import io
 import re
 
 import pytest
 from rich.console import Console
 
+from orchestrator.planner.cost import Priced, price
 from orchestrator.planner.plan import GIB, Plan
-from orchestrator.planner.reasons import SLOWED
+from orchestrator.planner.reasons import SLOWED, reason
 from orchestrator.planner.show import render
-from tests.helpers.planning import LLAMA3_8B, LLAMA3_70B, SMALL, cpu, h100, plan_for, training
+from tests.helpers.planning import LLAMA3_8B, LLAMA3_70B, SMALL, cpu, h100, layout_of, plan_for, training
 
 GPUS = {"seq_len": 8192, "param_dtype": "bfloat16"}
 SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
@@ -80,3 +82,25 @@ def test_faster_and_slower_are_told_of_the_step_time(made):
             assert float(match[1]) == pytest.approx(100 * abs(change), abs=0.051)
             assert (match[2] == "slower") == (change > 0)
     assert told
+
+
+# seconds more of compute and of the bubble than the winner, on a step of 1 s → the reason
+REASONS = {
+    (0.1, 0.0): "10.0% slower: compute +100.0 ms",
+    (0.1, -0.03): "7.0% slower: compute +100.0 ms",
+    (0.1, -0.09): "1.0% slower: compute +100.0 ms, pipeline bubble −90.0 ms",
+    (0.0001, 0.0): "as fast within 0.05%, in 2.0 GiB instead of 1.0 GiB",
+}
+
+
+def taking(winner: Priced, compute_s: float, bubble_s: float, memory_gib: float) -> Priced:
+    predicted = dataclasses.replace(winner.predicted, step_time_s=1 + compute_s + bubble_s, compute_s=0.5 + compute_s,
+                                    bubble_s=0.5 + bubble_s, memory_gib=memory_gib)
+    return dataclasses.replace(winner, predicted=predicted)
+
+
+@pytest.mark.parametrize("grown", REASONS, ids=str)
+def test_a_reason_that_is_more_than_the_loss_says_what_came_back(grown):
+    one = price(SMALL, layout_of(SMALL), training=training(global_batch_size=1), cluster=h100(1), headroom=0.1,
+                convention="causal")
+    assert reason(taking(one, *grown, 2.0), taking(one, 0.0, 0.0, 1.0)) == REASONS[grown]

@@ -4,7 +4,8 @@ import dataclasses
 import pytest
 
 from orchestrator.planner.communication import INPUTS_AGAIN
-from orchestrator.planner.compute import chip_of, shape_of
+from orchestrator.planner.chip import chip_of
+from orchestrator.planner.compute import shape_of
 from orchestrator.planner.software import OURS
 from orchestrator.planner.stages import compute_times, stage_cost
 from tests.helpers.planning import LLAMA3_8B, h100, layout_of, training

@@ -227,6 +227,13 @@ def test_wrong_arguments_are_refused(case, tmp_path):
     assert not (tmp_path / "out").exists() or list((tmp_path / "out").iterdir()) == []
 
 
+@pytest.mark.parametrize("prefix", ["", "out/"])
+def test_a_folder_is_no_prefix(prefix, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert command.main([str(json_lines(tmp_path / "a.jsonl")), "-o", prefix]) == 2
+    assert "is no prefix of files" in capsys.readouterr().err and [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
+
+
 def test_several_special_tokens_need_a_choice(tokenizer_file, tmp_path, capsys):
     arguments = [str(json_lines(tmp_path / "a.jsonl")), "-o", str(tmp_path / "t"), "--tokenizer", str(tokenizer_file)]
     assert command.main(arguments) == 2

@@ -1,9 +1,11 @@
 """`orc validate`: what is read, what is refused and why, what a row says about software, statistics by hand."""
 import csv
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from jobs.spec.load import SpecError
@@ -15,6 +17,7 @@ from orchestrator.validation.predict import Predicted
 from orchestrator.validation.report import report_of
 from orchestrator.validation.settle import USABLE_MEMORY, settle
 from orchestrator.validation.setup import gpu_of, setup_of
+from orchestrator.validation.show import show_report
 from orchestrator.validation.table import Row
 from tests.benchmarks import accuracy
 
@@ -45,7 +48,8 @@ PUBLISHED = {
 
 # changes of LLAMA → what the refusal must say
 REFUSED = {
-    "no sizes": ({"layers": "", "heads": ""}, "sizes not stated: layers, heads"),
+    "far too many layers": ({"layers": 10**12}, "layers=1000000000000 are more than 4096"),
+    "no sizes": ({"layers": "", "heads": 0}, "sizes not stated: layers, heads"),
     "no sequence": ({"model": "somebody's", "seq_len": ""}, "sequence length not stated"),
     "no layout": ({"tp": ""}, "layout not stated: tp"),
     "no batch": ({"gbs": ""}, "global batch not stated"),
@@ -264,6 +268,7 @@ def test_any_column_groups(tmp_path):
 
 # file → what the error must say
 UNREADABLE = {"": "no such column", "\x00,\udcff": "cannot be read", "id,gpu,n_gpus,group\nx,H100,inf,g\n": "n_gpus: 'inf'",
+              "id,gpu,n_gpus,group,heads\nx,H100,8,g,-1\n": "heads: '-1' is below 0",
               "id,gpu,n_gpus,group,step_time_s\nx,H100,8,g,nan\n": "step_time_s: 'nan' is not a number",
               "id,gpu,n_gpus,group,layers\nx,H100,8,g,many\n": "layers: 'many' is not a number",
               "id,gpu,n_gpus,group,layers\nx,H100,8,g,1.5\n": "layers: '1.5' is not a number"}
@@ -277,6 +282,13 @@ def test_what_is_no_table_is_refused(tmp_path, content):
         validate(path)
     with pytest.raises(SpecError, match="does not exist"):
         validate(tmp_path / "none.csv")
+
+
+def test_brackets_in_the_table_are_shown_and_are_no_markup(tmp_path):
+    report = validate(table(tmp_path / "t.csv", MEGATRON | {"id": "[b]-1", "group": "[red]"}))
+    screen = io.StringIO()
+    show_report(report, Console(file=screen, width=200))
+    assert "[red]" in screen.getvalue() and "[b]-1" in screen.getvalue()
 
 
 def test_fitted_groups_are_named_once():

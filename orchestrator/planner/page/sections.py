@@ -30,7 +30,7 @@ def headline(plan: Plan) -> Html:
         ("tokens/s", f"{predicted.tokens_per_s:,.0f}", f"{predicted.tokens_per_s_per_gpu:,.0f} per GPU"),
         ("MFU", f"{predicted.mfu:.1%}", f"{predicted.mfu_convention} attention · HFU {predicted.hfu:.1%}"),
         ("memory", size(predicted.memory_gib * GIB),
-         f"of {size(predicted.memory_limit_gib * GIB)} · stage {predicted.memory_stage}"),
+         f"of {size(predicted.memory_limit_gib * GIB)} · pipeline rank {predicted.memory_stage}"),
     ]
     return join(
         tag("p", f"{job.num_nodes:,} nodes × {job.gpus_per_node} {job.gpu} · {job.cluster}", class_="over"),
@@ -86,7 +86,7 @@ def step_time(plan: Plan) -> Html:
 
 
 def memory(plan: Plan, *, gpu_gib: float) -> Html:
-    """One stacked bar per stage against the GPU's memory; the limit is what the headroom leaves."""
+    """One stacked bar per pipeline rank against the GPU's memory; the limit is what the headroom leaves."""
     limit = plan.predicted.memory_limit_gib * GIB
     heaviest = max(plan.memory, key=lambda stage: stage.total_bytes)
     far = limit > FAR * heaviest.total_bytes  # against the limit nothing could be seen
@@ -99,22 +99,22 @@ def memory(plan: Plan, *, gpu_gib: float) -> Html:
     if far:
         times = limit / heaviest.total_bytes
         marks = tag("p", f"The limit, {size(limit)}, lies {times:.0f}× as far right.", class_="note")
-    which = f"stage {heaviest.stage}, the heaviest: " if len(plan.memory) > 1 else ""
+    which = f"pipeline rank {heaviest.stage}, the heaviest: " if len(plan.memory) > 1 else ""
     figures = [[stage.stage, stage.layers, stage.in_flight, *(size(getattr(stage, name)) for name in used),
                 size(stage.total_bytes)] for stage in plan.memory]
-    head = ["stage", "layers", "in flight", *(_label(name) for name in used), "total"]
+    head = ["rank", "layers", "in flight", *(_label(name) for name in used), "total"]
     return join(
         tag("div", marks, *rows, class_="stack" + (" many" if len(rows) > 12 else "") + (" far" if far else "")),
         tag("p", f"{which}{size(heaviest.total_bytes)}", class_="sum"), key(legend),
-        tag("details", tag("summary", "every stage in figures"),
-            table(head, figures, caption="memory of one rank of each stage", numbers=set(range(1, len(head))),
+        tag("details", tag("summary", "every rank in figures"),
+            table(head, figures, caption="memory of each pipeline rank, all its stages together", numbers=set(range(1, len(head))),
                   marked=heaviest.stage if len(plan.memory) > 1 else None)))
 
 
 def _stage_bar(stage: StageMemory, used: list[str], *, scale: float, heaviest: bool) -> Html:
     parts = [(f"{_label(name)} {size(getattr(stage, name))}", getattr(stage, name),
               COLOURS[MEMORY_FIELDS.index(name) % len(COLOURS)]) for name in used]
-    label = f"stage {stage.stage}: {size(stage.total_bytes)}; " + "; ".join(name for name, value, _ in parts if value)
+    label = f"pipeline rank {stage.stage}: {size(stage.total_bytes)}; " + "; ".join(name for name, value, _ in parts if value)
     return tag("div", tag("span", stage.stage, class_="stage"), bar(parts, total=scale, label=label),
                class_="row heaviest" if heaviest else "row")
 
@@ -153,7 +153,7 @@ def communication(plan: Plan) -> Html:
     beside_many = True if len(plan.memory) > 12 else None  # the card next to it is tall
     return join(
         table(["axis", "sent", "time", "exposed", "of the longest"], rows,
-              caption="per step, by a rank of the busiest stage", numbers={1, 2, 3}),
+              caption="per step, by the busiest pipeline rank", numbers={1, 2, 3}),
         key([("exposed: compute waits", "", "var(--c4)"), ("hidden behind compute", "", "var(--hidden)")]),
         tag("details", tag("summary", "every operation"),
             table(["operation", "size", "times", "time", "exposed"], every, numbers={1, 2, 3, 4},

@@ -58,7 +58,7 @@ function candidateScatter(scatter, families) {
       picture.append(label(at, height - margin.bottom + 18, trimmed(gib(value)), { anchor: 'middle' }));
     }
     picture.append(label(margin.left, 12, 'step time'),
-      label(width - margin.right, height - 4, 'memory of the heaviest stage', { anchor: 'end' }));
+      label(width - margin.right, height - 4, 'memory of the heaviest rank', { anchor: 'end' }));
     if (far) {
       const text = `limit ${gib(scatter.limit_gib)} →`;
       picture.append(label(width - margin.right, 12, text, { anchor: 'end', strong: true }));
