@@ -176,7 +176,7 @@ def fit_problems(data: DataSpec, infos: dict[str, TokensInfo | None], *, vocab_s
     """What is wrong between sources and training. `infos` by the source's place in the config; None: text that is not
     tokenized yet, of which only the vocabulary is known."""
     shares = whole_shares(tuple(source.weight for source in data.all_sources))
-    found = []
+    found = _foreign_tokens(data, infos)
     for (where, source), share in zip(named_sources(data), shares):
         info = infos[where]
         vocabulary = TEXT_VOCABULARY if info is None else info.vocab_size
@@ -197,6 +197,17 @@ def fit_problems(data: DataSpec, infos: dict[str, TokensInfo | None], *, vocab_s
                                      f"{epochs:.2f} epochs of {source.path} that training.steps={training.steps} take; "
                                      "raise it, train fewer steps, or give the source less weight"))
     return found
+
+
+def _foreign_tokens(data: DataSpec, infos: dict[str, TokensInfo | None]) -> list[Problem]:
+    """Sources whose tokens mean something else than the first one's. Of a file that does not say, nothing is known."""
+    tokenizers = {where: "bytes" if infos[where] is None else infos[where].tokenizer
+                  for where, _ in named_sources(data)}
+    first = next(filter(None, tokenizers.values()), None)
+    return [Problem(where=f"{where}.path", value=source.path, message=f"is made with another tokenizer "
+                    f"({tokenizers[where]}) than the sources before it ({first}): the same number would mean different "
+                    "text; tokenize all of them with one")
+            for where, source in named_sources(data) if tokenizers[where] not in (None, first)]
 
 
 def num_sequences(info: TokensInfo, *, seq_len: int) -> int:

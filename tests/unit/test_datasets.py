@@ -40,6 +40,9 @@ WRONG = {
     "nothing of a source": (dict(path=None, sources=[SourceSpec(path="good.bin"),
                                                      SourceSpec(path="other.bin", weight=1e-6)]), {}, {},
                             ["data.sources[1].weight: 1e-06 is less than one sample in 65,536"]),
+    "two tokenizers": (dict(path=None, sources=[SourceSpec(path="some.txt"), SourceSpec(path="strange.bin")]), {}, {},
+                       ["data.sources[1].path: 'strange.bin' is made with another tokenizer (t) than the sources before "
+                        "it (bytes)"]),
 }
 FINE = {
     "a token file": dict(),
@@ -52,10 +55,10 @@ FINE = {
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, num_tokens in (("good", 1000), ("other", 200)):
+    for name, num_tokens, tokenizer in (("good", 1000, "bytes"), ("other", 200, "bytes"), ("strange", 200, "t")):
         with TokenWriter(tmp_path / f"{name}.bin", dtype="uint16") as writer:
             writer.write(np.arange(num_tokens) % 256, lengths=np.array([num_tokens]), opens=np.array([True]))
-            writer.commit(vocab_size=300, tokenizer="t", eod=None, inputs_sha256="")
+            writer.commit(vocab_size=300, tokenizer=tokenizer, eod=None, inputs_sha256="")
     Path("lonely.bin").write_text("x")
     Path("some.txt").write_text("some text\n" * 50)
     return tmp_path
