@@ -311,7 +311,8 @@ start_node() {
     wait_for 5 "the namespaces of $name" other_netns "$pid" || { show_log "$name.out"; die "unshare failed for $name"; }
     ip route del unreachable "$NET.$((10 + ${name#n}))/32" 2>/dev/null || true
     ip link add "$BRIDGE-$name" type veth peer name eth0 netns "$pid" &&
-        ip link set "$BRIDGE-$name" master "$BRIDGE" up || die "no network link for $name"
+        ip link set "$BRIDGE-$name" master "$BRIDGE" up || { show_log "$name.out"; die "no network link for $name \
+(pid $pid in $(readlink "/proc/$pid/ns/net"), this machine in $(readlink /proc/self/ns/net))"; }
 }
 on_node() { # on_node NAME CMD...
     local pid; pid=$(pid_of "$1")
@@ -323,7 +324,10 @@ on_node() { # on_node NAME CMD...
     fi
 }
 slurmd_up() { on_node "$1" sh -c "kill -0 \$(cat '$LAB/run/$1.slurm-pid')" 2>/dev/null; }
-other_netns() { [[ -e /proc/$1/ns/net && $(readlink "/proc/$1/ns/net") != $(readlink /proc/self/ns/net) ]]; }
+other_netns() { # one that cannot be read is no other one: a link into this machine's own would meet its eth0
+    local of own
+    of=$(readlink "/proc/$1/ns/net") && own=$(readlink /proc/self/ns/net) && [[ $of == net:* && $of != "$own" ]]
+}
 node_main() { # PID 1 of a node: bash reaps orphans while it waits
     trap 'exit 0' TERM
     hostname "$1"
