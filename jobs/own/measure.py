@@ -9,18 +9,15 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
@@ -31,6 +28,7 @@ from jobs.own.chain import Chain, trace
 from jobs.own.split import apply_styles
 from jobs.own.table import Table, resolve, sequence_parallel_problem, tp_problem
 from jobs.parallel.recompute import KEPT
+from jobs.pretended import pretended_rank
 from jobs.spec.load import from_dict, to_dict
 from jobs.spec.own_model import Measured, MeasureAnswer, MeasureOrder, OwnModel, OwnProfile, Piece
 
@@ -59,7 +57,7 @@ def _built(spec: OwnModel, *, seq_len: int) -> tuple[nn.Module, Table, Chain]:
 
 def _measure(spec: OwnModel, *, seq_len: int, tp: int, sequence_parallel: bool) -> Measured:
     model, table, _ = _built(spec, seq_len=seq_len)
-    with _fake_group(tp):
+    with pretended_rank(0, world_size=tp):
         if tp > 1:
             apply_styles(model, table, mesh=init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",)),
                          sequence_parallel=sequence_parallel)
@@ -92,15 +90,6 @@ def _on_cpu(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device="cpu")
     return DTensor.from_local(torch.empty_like(tensor.to_local(), device="cpu"), tensor.device_mesh, tensor.placements,
                               run_check=False)
-
-
-@contextmanager
-def _fake_group(tp: int) -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tp)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 class _Sum:

@@ -12,12 +12,10 @@ from collections.abc import Iterator
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining._utils import InferenceMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from jobs.mesh import all_reduce, build_mesh, coordinate, local_of
 from jobs.model.rule import Rule
@@ -25,6 +23,7 @@ from jobs.optim import Optimizer
 from jobs.own import parallelize_own
 from jobs.parallel import ParallelModel, parallelize
 from jobs.parallel.pipeline import Pipeline
+from jobs.pretended import pretended_rank
 from jobs.spec.job import Device, JobSpec
 from jobs.spec.model import ModelSpec
 from jobs.spec.own_model import OwnModel
@@ -61,16 +60,6 @@ def verify(job: JobSpec, *, rank: int) -> RankReport:
         return RankReport(rank=rank, coordinate=here, stages=job.layout.stages(here["pp"]),
                           peak_bytes=memory.peak_bytes, collectives=log.collectives(), shapes=_shapes(parallel),
                           seconds=time.monotonic() - start)
-
-
-@contextlib.contextmanager
-def pretended_rank(rank: int, *, world_size: int) -> Iterator[None]:
-    """This process as one rank of a group whose other members answer at once, with nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def kernels_of(device: Device) -> contextlib.AbstractContextManager:

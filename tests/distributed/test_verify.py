@@ -15,11 +15,12 @@ from jobs.spec.load import to_dict
 from jobs.spec.model import ModelSpec
 from jobs.spec.parallel import Layout, ParallelDims
 from jobs.spec.training import DataSpec, TrainingSpec
+from jobs.verify import verify
 from orchestrator.config import RunConfig
 from orchestrator.submission.assemble import assemble_job
 from orchestrator.verification import compare, telling_ranks
 from tests.helpers.communication import CommunicationLog
-from tests.helpers.fake import preset, verify_in_child
+from tests.helpers.fake import in_child, preset
 from tests.helpers.models import DEEPSEEK3, MIXTURE
 from tests.helpers.orc import orc, training_run
 from tests.helpers.planning import h100
@@ -74,7 +75,7 @@ def preset_job(name: str, layers: int, degrees: dict, rest: dict, seq_len: int) 
 def agree(case: tuple) -> None:
     config, job = preset_job(*case)
     for rank in telling_ranks(job.layout):
-        report = verify_in_child(job, rank=rank)
+        report = in_child(verify, job, rank=rank)
         found = compare(report, job=job, config=config, limit_bytes=2**62)
         assert found.problems == (), [(row.what, row.planned_bytes, row.measured_bytes) for row in found.memory]
 
@@ -99,7 +100,7 @@ def test_the_step_of_masked_documents_is_the_one_that_is_verified(case):
     config, job = preset_job("llama3-8b", 4, MASKED[case], {}, 2048)
     masked = dataclasses.replace(job, data=DataSpec(path="a.bin", document_mask=True))
     for rank in telling_ranks(job.layout):
-        plain, report = (verify_in_child(one, rank=rank) for one in (job, masked))
+        plain, report = (in_child(verify, one, rank=rank) for one in (job, masked))
         assert report.peak_bytes["activations"] > plain.peak_bytes["activations"]  # masks, and where documents begin
         assert compare(report, job=masked, config=config, limit_bytes=2**62).problems == ()
 
@@ -145,7 +146,7 @@ def test_a_fake_ranks_first_step_sends_what_a_real_ranks_second_does(case):
     real = run_ranks(really_send, world_size=job.world_size, args=(job,))
     for rank, seen in enumerate(real):
         fake: dict[tuple[str, int], int] = {}
-        for one in verify_in_child(job, rank=rank).collectives:
+        for one in in_child(verify, job, rank=rank).collectives:
             if one.payload_bytes > 4:  # the norm, which the optimizer sums up
                 fake[one.op, one.payload_bytes] = fake.get((one.op, one.payload_bytes), 0) + one.times
         routed = "all_to_all"  # of these the sizes are the routing's, the number is not

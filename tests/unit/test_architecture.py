@@ -13,7 +13,7 @@ JOBS = [
     ("jobs.spec",),
     ("jobs.mesh", "jobs.runtime", "jobs.model", "jobs.tokens", "jobs.data", "jobs.loader", "jobs.loss", "jobs.recorder", "jobs.report",
      "jobs.process", "jobs.node", "jobs.faults", "jobs.safetensors", "jobs.weights",
-     "jobs.hub_config"),
+     "jobs.hub_config", "jobs.pretended"),
     ("jobs.parallel", "jobs.optim", "jobs.checkpoint", "jobs.metrics", "jobs.export"),
     ("jobs.own",),
     ("jobs.trainer",),
