@@ -37,6 +37,7 @@ class Priced:
     layout: Layout
     predicted: Prediction
     transfers: tuple[Transfer, ...]  # of the busiest pipeline rank
+    memory: StageMemory  # of the heaviest
 
     @property
     def fits(self) -> bool:
@@ -95,7 +96,8 @@ def price(model: ModelSpec, layout: Layout, *, training: TrainingSpec, cluster: 
         memory_stage=memory.stage,
         memory_limit_gib=cluster.gpu_memory_gib * (1 - headroom),
     )
-    return Priced(layout=layout, predicted=predicted, transfers=_waiting(ranks[busiest], whole_s - unhindered_s))
+    return Priced(layout=layout, predicted=predicted, transfers=_waiting(ranks[busiest], whole_s - unhindered_s),
+                  memory=memory)
 
 
 def step_costs(model: ModelSpec, layout: Layout, *, training: TrainingSpec, cluster: ClusterSpec,

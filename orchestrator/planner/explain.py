@@ -12,7 +12,7 @@ from jobs.spec.load import Problem, SpecError, suggest
 from jobs.spec.parallel import Layout
 from orchestrator.config import CHOICES, COUNTS, ParallelRequest
 from orchestrator.planner.cost import Priced
-from orchestrator.planner.plan import Plan, Rejected
+from orchestrator.planner.plan import Plan
 from orchestrator.planner.question import Question
 from orchestrator.planner.reasons import EQUAL, gib, grown_parts, ms, too_big_by
 from orchestrator.planner.refusals import question_problems
@@ -111,12 +111,3 @@ def diff(a: Plan, b: Plan) -> list[tuple[str, Any, Any]]:
 
 def _flat(part: Any) -> dict[str, Any]:
     return {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
-
-
-def as_rejected(explained: Explained) -> Rejected | None:
-    """For machines: the layout with its reasons in one line."""
-    if explained.priced is None:
-        return None
-    one = explained.priced
-    return Rejected(layout=one.layout, fits=one.fits, step_time_s=one.predicted.step_time_s,
-                    memory_gib=one.predicted.memory_gib, reason="; ".join(explained.reasons))

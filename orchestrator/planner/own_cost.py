@@ -131,7 +131,7 @@ def price(question: OwnQuestion, layout: Layout) -> Priced:
         exposed_communication_s=step_s - compute_s - bubble_s - update_s, bubble_s=bubble_s, optimizer_s=update_s,
         bubble_fraction=bubble_s / times[True], memory_gib=memory.total_gib, memory_stage=memory.stage,
         memory_limit_gib=cluster.gpu_memory_gib * (1 - question.headroom))
-    return Priced(layout=layout, predicted=predicted,
+    return Priced(layout=layout, predicted=predicted, memory=memory,
                   transfers=tuple(t for cost in ranks[busiest] for t in cost.transfers))
 
 

@@ -113,8 +113,9 @@ class Prediction:
 
     @property
     def serial_share(self) -> float:
-        """Amdahl's s: the part of a step that more ranks do not shorten, all that is not compute."""
-        return 1 - self.compute_s / self.step_time_s
+        """Amdahl's s: the part of a step that is not compute (communication, bubble, update), which more ranks on the
+        same work do not shorten."""
+        return max(0.0, 1 - self.compute_s / self.step_time_s)
 
     @property
     def speedup_ceiling(self) -> float:
@@ -203,6 +204,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     for effect, entry in zip(plan.axes, data["axes"]):
         if effect.other is not None:
             entry["other"]["layout"] = effect.other.layout.flat()
+    serial = plan.predicted.serial_share
+    data["predicted"] |= {"serial_share": serial, "speedup_ceiling": 1 / serial if serial else None}
     for stage, entry in zip(plan.memory, data["memory"]):
         entry["total_bytes"] = stage.total_bytes
     for transfer, entry in zip(plan.communication, data["communication"]):
@@ -221,6 +224,7 @@ def plan_from_dict(data: dict[str, Any]) -> Plan:
     # derived figures are for readers of the file; they are computed again, not read
     data["memory"] = [{k: v for k, v in entry.items() if k != "total_bytes"} for entry in data["memory"]]
     data["communication"] = [{k: v for k, v in entry.items() if k != "wire_bytes"} for entry in data["communication"]]
+    data["predicted"] = {k: v for k, v in data["predicted"].items() if k not in ("serial_share", "speedup_ceiling")}
     plan = from_dict(Plan, data, origin="plan.json")
     problems = [Problem(where=f"job.{name}", value=getattr(plan.job, name), message="must be at least 1",
                         origin="plan.json") for name in ("num_nodes", "gpus_per_node", "seq_len", "global_batch_size")

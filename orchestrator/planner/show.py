@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jobs.spec.parallel import AXES, Layout
-from orchestrator.planner.plan import GIB, Plan, StageMemory, Transfer
+from orchestrator.planner.plan import GIB, Plan, Prediction, StageMemory, Transfer
 from orchestrator.planner.reasons import SLOWED
 
 BAR_WIDTH = 52
@@ -118,7 +118,16 @@ def _step_time(plan: Plan) -> list[RenderableType]:
         legend.append("■ ", colour)
         legend.append(f"{name} {seconds(value)}  ")
     bubble = Text(f"{INDENT}bubble {predicted.bubble_fraction:.1%} of the pipeline's time", "dim")
-    return [head, Text(INDENT).append_text(bar), legend, *([bubble] if plan.layout.dims.pp > 1 else [])]
+    return [head, Text(INDENT).append_text(bar), legend, *([bubble] if plan.layout.dims.pp > 1 else []),
+            Text(INDENT + amdahl(predicted), "dim")]
+
+
+def amdahl(predicted: Prediction) -> str:
+    """What more GPUs bring at most on the same batch: 1/(s + (1 − s)/N), with any number of them 1/s."""
+    if not predicted.serial_share:
+        return "All of it is compute: only the batch bounds what more GPUs bring"
+    return (f"{predicted.serial_share:.1%} is not compute: 2× the GPUs bring at most {predicted.speedup(2):.2f}×, 8× "
+            f"{predicted.speedup(8):.2f}×, any number {predicted.speedup_ceiling:,.1f}× (Amdahl)")
 
 
 def _heaviest(plan: Plan) -> StageMemory:

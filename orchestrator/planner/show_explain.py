@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.planner.explain import Explained
-from orchestrator.planner.plan import GIB, AxisEffect, Plan
+from orchestrator.planner.plan import AxisEffect, Plan
 from orchestrator.planner.reasons import cost_parts, ms
-from orchestrator.planner.show import details, size, table
+from orchestrator.planner.show import MEMORY_PARTS, details, size, table
 from orchestrator.planner.cost import Priced
 
 EQUAL = 5e-4
@@ -57,7 +57,9 @@ def _beside(one: Priced, winner: Priced) -> Table:
     rows.add_row("tokens/s per GPU", f"{one.predicted.tokens_per_s_per_gpu:,.0f}",
                  f"{winner.predicted.tokens_per_s_per_gpu:,.0f}")
     rows.add_row("MFU", f"{one.predicted.mfu:.1%}", f"{winner.predicted.mfu:.1%}")
-    rows.add_row("memory", size(one.predicted.memory_gib * GIB), size(winner.predicted.memory_gib * GIB))
+    rows.add_row("memory of the heaviest", size(one.memory.total_bytes), size(winner.memory.total_bytes), style="bold")
+    for name, _ in MEMORY_PARTS:
+        rows.add_row(f"  {name}", *(size(getattr(side.memory, f"{name}_bytes")) for side in (one, winner)))
     return rows
 
 

@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 
 from orchestrator.planner.cost import Priced, price
-from orchestrator.planner.plan import GIB, Plan
+from orchestrator.planner.plan import GIB, Plan, plan_from_dict, plan_json
 from orchestrator.planner.reasons import SLOWED, reason
-from orchestrator.planner.show import render
+from orchestrator.planner.show import amdahl, render
 from tests.helpers.planning import LLAMA3_8B, LLAMA3_70B, SMALL, cpu, h100, layout_of, plan_for, training
 
 GPUS = {"seq_len": 8192, "param_dtype": "bfloat16"}
@@ -104,3 +104,35 @@ def test_a_reason_that_is_more_than_the_loss_says_what_came_back(grown):
     one = price(SMALL, layout_of(SMALL), training=training(global_batch_size=1), cluster=h100(1), headroom=0.1,
                 convention="causal")
     assert reason(taking(one, *grown, 2.0), taking(one, 0.0, 0.0, 1.0)) == REASONS[grown]
+
+
+AMDAHL = {  # serial share of a step → speed-up by 1, 2, 8 times the GPUs, and by any number
+    0.05: (1.0, 1.9048, 5.9259, 20.0),
+    0.5: (1.0, 1.3333, 1.7778, 2.0),
+}
+
+
+@pytest.mark.parametrize("serial", AMDAHL)
+def test_amdahls_law_bounds_what_more_gpus_bring(serial, made):
+    step_s = made.predicted.step_time_s
+    predicted = dataclasses.replace(made.predicted, compute_s=(1 - serial) * step_s)
+    once, twice, eight, ceiling = AMDAHL[serial]
+    assert [predicted.speedup(n) for n in (1, 2, 8)] == pytest.approx([once, twice, eight], rel=1e-4)
+    assert predicted.speedup_ceiling == pytest.approx(ceiling)
+
+
+def test_the_plans_own_serial_share_and_ceiling_are_printed_and_published(made):
+    predicted = made.predicted
+    serial = (predicted.exposed_communication_s + predicted.bubble_s + predicted.optimizer_s) / predicted.step_time_s
+    assert f"{serial:.1%} is not compute: 2× the GPUs bring at most {predicted.speedup(2):.2f}×" in shown(made)
+    assert f"any number {1 / serial:,.1f}× (Amdahl)" in shown(made)
+    published = plan_json(made)
+    assert published["predicted"]["serial_share"] == pytest.approx(serial)
+    assert published["predicted"]["speedup_ceiling"] == pytest.approx(1 / serial)
+    assert plan_from_dict(published) == made
+
+
+def test_a_step_of_compute_alone_has_no_ceiling(made):
+    predicted = dataclasses.replace(made.predicted, compute_s=made.predicted.step_time_s)
+    assert predicted.speedup(8) == pytest.approx(8) and "All of it is compute" in amdahl(predicted)
+    assert plan_json(dataclasses.replace(made, predicted=predicted))["predicted"]["speedup_ceiling"] is None

@@ -11,7 +11,7 @@ from orchestrator.planner.page.asked import described
 from orchestrator.planner.page.batch import BatchChoices, spending
 from orchestrator.planner.page.markup import Html, bar, join, key, table, tag
 from orchestrator.planner.plan import GIB, Plan, Prediction, StageMemory, Transfer
-from orchestrator.planner.show import seconds, size
+from orchestrator.planner.show import amdahl, seconds, size
 
 COLOURS = tuple(f"var(--c{i})" for i in range(1, 9))
 PARTS = (("compute", "compute_s", "var(--c1)"), ("exposed communication", "exposed_communication_s", "var(--c4)"),
@@ -82,7 +82,8 @@ def step_time(plan: Plan) -> Html:
     parts = [part for part in step_parts(predicted) if part[1] > 0]
     legend = [(name.removesuffix(f" {seconds(value)}"), f"{seconds(value)} · {value / predicted.step_time_s:.1%}",
                colour) for name, value, colour in parts]
-    return join(bar(parts, total=predicted.step_time_s, label="; ".join(name for name, _, _ in parts)), key(legend))
+    return join(bar(parts, total=predicted.step_time_s, label="; ".join(name for name, _, _ in parts)), key(legend),
+                tag("p", f"{amdahl(predicted)}.", class_="note"))
 
 
 def memory(plan: Plan, *, gpu_gib: float) -> Html:
