@@ -69,15 +69,15 @@ def _is_fork_server_of(process: psutil.Process, run_dir: Path) -> bool:
 # a Ctrl-C that comes at the worst moment: the job is submitted, nobody follows it yet
 INTERRUPTED = """
 import os, signal, sys
-import orchestrator.cli as cli
-submit = cli.submit_run
+from orchestrator.cli import main, runs
+submit = runs.submit_run
 def submit_run(*args):
     job_id = submit(*args)
     os.kill(os.getpid(), signal.SIGINT)
     return job_id
-cli.submit_run = submit_run
+runs.submit_run = submit_run
 sys.argv = ["orc", *sys.argv[1:]]
-cli.main()
+main()
 """
 
 

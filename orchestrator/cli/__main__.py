@@ -1,0 +1,4 @@
+"""python -m orchestrator.cli: the same as `orc`."""
+from orchestrator.cli import main
+
+main()
