@@ -12,13 +12,13 @@ import os
 import secrets
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
 from pathlib import Path
 
 from jobs import node as node_facts
+from jobs.listener import Listener
 from jobs.process import adopt_orphans
 from jobs.ranks import Ranks
 from jobs.recorder import AGENT_SOCKET
@@ -32,8 +32,6 @@ from jobs.spec.wire import decode, encode, kind_of, to_wire
 RETRY_S = 0.5  # between attempts to reach the supervisor
 HANDSHAKE_S = 10.0  # both proofs
 FIRST_CONTACT_S = 60.0  # to be welcomed for the first time
-HEAR_OUT_S = 5.0  # for the last lines of a dead rank; a child of its own may hold the connection open
-_UCRED = struct.Struct("3i")  # pid, uid, gid
 
 
 class Agent:
@@ -51,11 +49,10 @@ class Agent:
         self.address = ""
         self.last_contact = time.monotonic()
         self.done = asyncio.Event()
-        self.socket_name = f"@orc-agent-{os.getpid()}-{secrets.token_hex(8)}"
         self.background: set[asyncio.Task] = set()  # orders that take a while; asyncio itself keeps no reference
-        self.conversations: dict[int, set[asyncio.Task]] = {}  # rank pid → its open connections
-        self.ranks = Ranks(node=node, run_dir=run_dir, report=self.report, heard_out=self._heard_out,
-                           extra_env={AGENT_SOCKET: self.socket_name, "ORC_AGENT_PID": str(os.getpid()),
+        self.listener = Listener(hear=self._hear)
+        self.ranks = Ranks(node=node, run_dir=run_dir, report=self.report, heard_out=self.listener.heard_out,
+                           extra_env={AGENT_SOCKET: self.listener.name, "ORC_AGENT_PID": str(os.getpid()),
                                       "ORC_RUN_DIR": str(run_dir.path)})
 
     async def run(self) -> None:
@@ -65,8 +62,7 @@ class Agent:
         loop.add_signal_handler(signal.SIGTERM, self.done.set)
         loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C is the supervisor's to answer
         threading.Thread(target=self._look_at_logs, daemon=True).start()
-        server = await asyncio.start_unix_server(self._serve_rank, self.socket_name.replace("@", "\0", 1),
-                                                 limit=PROVEN_LIMIT)
+        server = await self.listener.open()
         tasks = [asyncio.create_task(t) for t in (self._stay_connected(), self._heartbeat(), self._sample(),
                                                   self.done.wait())]
         try:
@@ -126,7 +122,7 @@ class Agent:
         said = (mine, challenge.nonce, self.node, os.getpid(), self.term)
         writer.write(encode(Hello(
             proof=prove(self.secret, "agent", *said), node=self.node, host=socket.gethostname(), address=self.address,
-            pid=os.getpid(), gpus=_count_gpus(), term=self.term, attempt=self.ranks.attempt, last_seq=self.seq)))
+            pid=os.getpid(), gpus=node_facts.count_gpus(), term=self.term, attempt=self.ranks.attempt, last_seq=self.seq)))
         answer = decode(await _next(lines), Welcome | Shutdown, origin="supervisor")
         self.term, self.last_contact = answer.term, time.monotonic()
         if isinstance(answer, Shutdown):
@@ -163,7 +159,7 @@ class Agent:
     async def _prepare(self, attempt: int, pick_port: bool) -> None:
         try:
             await self.ranks.prepare(attempt, preload=self.welcome.preload)
-            self._send(Prepared(attempt=attempt, port=_pick_port() if pick_port else None))
+            self._send(Prepared(attempt=attempt, port=node_facts.pick_port() if pick_port else None))
         except (OSError, RuntimeError) as error:
             self._send(PrepareFailed(attempt=attempt, reason=str(error)))
 
@@ -178,6 +174,12 @@ class Agent:
         self.spool.append(Spooled(seq=self.seq, report=to_wire(report)))
         self._send(self.spool[-1])
 
+    def _hear(self, report: RankReport) -> None:
+        if isinstance(report, RankProgress):
+            self.ranks.note_progress(report)
+        else:
+            self.report(report)
+
     def _acknowledge(self, seq: int) -> None:
         while self.spool and self.spool[0].seq <= seq:
             self.spool.popleft()
@@ -185,32 +187,6 @@ class Agent:
     def _send(self, message) -> None:
         if self.writer is not None and not self.writer.is_closing():
             self.writer.write(encode(message))
-
-    async def _serve_rank(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        credentials = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-        pid, uid, _ = _UCRED.unpack(credentials)
-        if uid != os.getuid():  # an abstract socket has no file permissions
-            writer.close()
-            return
-        task = asyncio.current_task()
-        self.conversations.setdefault(pid, set()).add(task)
-        try:
-            while line := await reader.readline():
-                report = decode(line, RankReport, origin="rank")
-                if isinstance(report, RankProgress):
-                    self.ranks.note_progress(report)
-                else:
-                    self.report(report)
-        except ConnectionResetError:
-            pass  # the rank was killed: its exit is told by the fork server
-        finally:
-            self.conversations.get(pid, set()).discard(task)
-            writer.close()
-
-    async def _heard_out(self, pid: int) -> None:
-        """Wait until all that a dead process had sent is read: its exit must be the last thing told of it."""
-        if open_connections := self.conversations.pop(pid, None):
-            await asyncio.wait(open_connections, timeout=HEAR_OUT_S)
 
     async def _heartbeat(self) -> None:
         while True:
@@ -224,13 +200,11 @@ class Agent:
             self.ranks.look_at_logs()
 
     async def _sample(self) -> None:
-        gpus = _count_gpus() > 0
+        gpus = node_facts.count_gpus() > 0
         while True:
             await asyncio.sleep(self.welcome.sample_s if self.welcome else RETRY_S)
             if self.welcome:
                 self.report(await node_facts.sample(self.node, gpus=gpus))
-
-
 
 
 async def _next(lines: Lines) -> bytes:
@@ -238,29 +212,6 @@ async def _next(lines: Lines) -> bytes:
     if not line:
         raise ConnectionError("it closed the connection (another secret, or not a node of this run)")
     return line
-
-
-def _count_gpus() -> int:
-    """GPUs this job may use: what Slurm gave, else the driver's device files."""
-    given = os.environ.get("SLURM_STEP_GPUS") or os.environ.get("CUDA_VISIBLE_DEVICES")
-    if given:
-        return len(given.split(","))
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
-
-
-def _pick_port() -> int:
-    """A free port for the ranks' rendezvous, outside the range that outgoing connections take theirs from."""
-    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    ports = range(max(1024, low - 10_000), low) if low > 2048 else range(10_000, 20_000)
-    for _ in range(100):
-        port = secrets.choice(ports)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-                return port
-            except OSError:
-                continue  # taken
-    raise RuntimeError(f"no free port found in {ports.start}-{ports.stop - 1}")
 
 
 def say(message: str) -> None:

@@ -1,12 +1,15 @@
-"""What a node looks like from inside: a health sample (psutil, NVML), its CPUs, its network interface.
+"""What a node looks like from inside: a health sample (psutil, NVML), its CPUs and GPUs, its network interface, a port.
 
 Called by the agent. NVML runs in a child with a time-out, because a call into a hung driver never returns.
 """
 import asyncio
 import json
 import os
+import secrets
+import socket
 import sys
 import time
+from pathlib import Path
 
 import psutil
 
@@ -39,6 +42,29 @@ def interface_of(address: str) -> str | None:
         if any(a.address.partition("%")[0] == address for a in addresses):
             return name
     return None
+
+
+def count_gpus() -> int:
+    """GPUs this job may use: what Slurm gave, else the driver's device files."""
+    given = os.environ.get("SLURM_STEP_GPUS") or os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given:
+        return len(given.split(","))
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def pick_port() -> int:
+    """A free port for the ranks' rendezvous, outside the range that outgoing connections take theirs from."""
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = range(max(1024, low - 10_000), low) if low > 2048 else range(10_000, 20_000)
+    for _ in range(100):
+        port = secrets.choice(ports)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+                return port
+            except OSError:
+                continue  # taken
+    raise RuntimeError(f"no free port found in {ports.start}-{ports.stop - 1}")
 
 
 async def _query_gpus() -> list[dict]:

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from jobs.spec.load import Problem, SpecError, suggest
 from jobs.spec.parallel import MESH_ORDER, Layout
-from orchestrator.config import CHOICES, ParallelRequest
+from orchestrator.request import CHOICES, ParallelRequest
 from orchestrator.planner.plan import Plan
 
 Tool = Literal["accelerate", "axolotl", "torchtitan", "megatron"]

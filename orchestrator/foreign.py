@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.spec.load import Problem, SpecError, suggest
-from orchestrator.config import ParallelRequest
+from orchestrator.request import ParallelRequest
 from orchestrator.layers import parse_yaml
 
 PREFIX = "parallelism_config_"

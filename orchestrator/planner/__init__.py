@@ -13,7 +13,7 @@ from jobs.spec.model import AttentionConvention, ModelSpec
 from jobs.spec.parallel import AXES, Layout
 from jobs.spec.training import TrainingSpec
 from orchestrator.cluster import ClusterSpec
-from orchestrator.config import ParallelRequest
+from orchestrator.request import ParallelRequest
 from orchestrator.planner.axes import axis_effects, axis_groups
 from orchestrator.planner.cost import Priced
 from orchestrator.planner.memory import stage_memory

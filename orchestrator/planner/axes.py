@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable
 
 from jobs.spec.parallel import Layout
-from orchestrator.config import ParallelRequest
+from orchestrator.request import ParallelRequest
 from orchestrator.planner.cost import Priced
 from orchestrator.planner.parts import Shape
 from orchestrator.planner.plan import AxisEffect

@@ -7,7 +7,7 @@ from typing import Any
 
 from jobs.spec import support
 from jobs.spec.parallel import MESH_ORDER, VIRTUAL_STAGES, Schedule
-from orchestrator.config import CHOICES
+from orchestrator.request import CHOICES
 from orchestrator.planner import pipeline_rules, rules
 from orchestrator.planner.question import Question, divisors
 

@@ -10,7 +10,7 @@ from typing import Any
 from jobs.spec import support
 from jobs.spec.load import Problem, SpecError, suggest
 from jobs.spec.parallel import Layout
-from orchestrator.config import CHOICES, COUNTS, ParallelRequest
+from orchestrator.request import CHOICES, COUNTS, ParallelRequest
 from orchestrator.planner.cost import Priced
 from orchestrator.planner.plan import Plan
 from orchestrator.planner.question import Question

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from jobs.spec.load import Problem
 from jobs.spec.parallel import MESH_ORDER, VIRTUAL_STAGES, Layout, ParallelDims, split_layers
 from jobs.spec.support import layout_problems
-from orchestrator.config import ParallelRequest
+from orchestrator.request import ParallelRequest
 from orchestrator.planner.cost import Priced
 from orchestrator.planner.links import axis_group
 from orchestrator.planner.own_cost import OwnQuestion, price, stage_memory

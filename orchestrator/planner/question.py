@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jobs.spec.model import ModelSpec
 from jobs.spec.training import TrainingSpec
 from orchestrator.cluster import ClusterSpec
-from orchestrator.config import ParallelRequest
+from orchestrator.request import ParallelRequest
 
 WORLD_AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")  # their degrees multiply to the ranks
 

@@ -3,7 +3,7 @@
 Called for every loser that is shown. Knows prices, not how they were come by.
 """
 from jobs.spec.parallel import AXES
-from orchestrator.config import ParallelRequest
+from orchestrator.request import ParallelRequest
 from orchestrator.planner.cost import Priced
 from orchestrator.planner.plan import Prediction, Rejected
 

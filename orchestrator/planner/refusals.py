@@ -9,7 +9,7 @@ from collections.abc import Callable
 from jobs.spec import support
 from jobs.spec.load import Problem
 from jobs.spec.parallel import VIRTUAL_STAGES
-from orchestrator.config import request_value_problems
+from orchestrator.request import request_value_problems
 from orchestrator.planner import pipeline_rules, rules
 from orchestrator.planner.choices import node_counts
 from orchestrator.planner.cost import Priced

@@ -12,7 +12,7 @@ from typing import Any
 from jobs.spec import support
 from jobs.spec.load import Problem
 from jobs.spec.parallel import CpMethod, Layout, ParallelDims, Recompute, Schedule
-from orchestrator.config import CHOICES
+from orchestrator.request import CHOICES
 from orchestrator.planner import choices, pipeline_rules, rules
 from orchestrator.planner.communication import axis_group
 from orchestrator.planner.parts import Ledger, Pass, Shape, Variant

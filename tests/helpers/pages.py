@@ -3,7 +3,7 @@ import dataclasses
 
 from jobs.spec.model import ModelSpec
 from orchestrator.cluster import ClusterSpec
-from orchestrator.config import ParallelRequest
+from orchestrator.request import ParallelRequest
 from orchestrator.planner import Plan
 from orchestrator.planner.page.asked import Asked
 from orchestrator.planner.question import Question

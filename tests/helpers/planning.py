@@ -10,7 +10,7 @@ from jobs.spec.model import ModelSpec
 from jobs.spec.parallel import Layout, ParallelDims, split_layers
 from jobs.spec.training import TrainingSpec
 from orchestrator.cluster import ClusterSpec
-from orchestrator.config import ParallelRequest
+from orchestrator.request import ParallelRequest
 from orchestrator.planner import Plan, plan, plan_json
 
 LLAMA = {"vocab_size": 128256, "num_kv_heads": 8}

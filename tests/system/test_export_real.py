@@ -17,7 +17,7 @@ import pytest
 
 from jobs.spec.model import ModelSpec
 from jobs.spec.parallel import Layout, ParallelDims, split_layers
-from orchestrator.config import ParallelRequest
+from orchestrator.request import ParallelRequest
 from orchestrator.dialects import nearest
 from orchestrator.export import ACCELERATE_CP, MEGATRON_CP, MEGATRON_SHARDING, TITAN_SCHEDULES, export
 from orchestrator.foreign import read_request

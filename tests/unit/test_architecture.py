@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 JOBS = [
     ("jobs.spec",),
     ("jobs.mesh", "jobs.runtime", "jobs.model", "jobs.tokens", "jobs.data", "jobs.loader", "jobs.loss", "jobs.recorder", "jobs.report",
-     "jobs.process", "jobs.node", "jobs.faults", "jobs.safetensors", "jobs.weights",
+     "jobs.process", "jobs.node", "jobs.listener", "jobs.faults", "jobs.safetensors", "jobs.weights",
      "jobs.hub_config", "jobs.pretended"),
     ("jobs.parallel", "jobs.optim", "jobs.checkpoint", "jobs.metrics", "jobs.export"),
     ("jobs.own",),
@@ -26,7 +26,7 @@ JOBS = [
 ORCHESTRATOR = [
     ("jobs.spec",),
     ("orchestrator.cluster",),
-    ("orchestrator.checks", "orchestrator.datasets"),
+    ("orchestrator.checks", "orchestrator.datasets", "orchestrator.request"),
     ("orchestrator.config",),
     ("orchestrator.layers",),
     ("orchestrator.load",),

@@ -8,7 +8,7 @@ import pytest
 
 from jobs.spec.model import ModelSpec
 from orchestrator.cluster import ClusterSpec
-from orchestrator.config import ParallelRequest
+from orchestrator.request import ParallelRequest
 from orchestrator.planner import PlanError
 from orchestrator.planner.cost import Priced, price
 from orchestrator.planner.question import Question

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from jobs.spec.load import SpecError
-from orchestrator.config import ParallelRequest
+from orchestrator.request import ParallelRequest
 from orchestrator.planner import plan_from_dict, plan_json, plan_question
 from orchestrator.planner.explain import diff, explain, parse_wishes
 from orchestrator.planner.question import Question

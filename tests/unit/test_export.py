@@ -7,7 +7,7 @@ import yaml
 
 from jobs.spec.load import SpecError
 from jobs.spec.parallel import Layout, ParallelDims
-from orchestrator.config import ParallelRequest
+from orchestrator.request import ParallelRequest
 from orchestrator.dialects import DIALECTS, losses, nearest, wishes_for
 from orchestrator.export import export, notes, stage_layout
 from orchestrator.foreign import read_request

@@ -11,7 +11,7 @@ from orchestrator.planner import PlanError, plan_question
 from orchestrator.planner.question import Question
 from orchestrator.planner.rules import padded_vocabulary
 from orchestrator.planner.space import every_layout
-from orchestrator.config import ParallelRequest
+from orchestrator.request import ParallelRequest
 from tests.helpers.planning import SMALL, cpu, h100, plan_for, training
 
 

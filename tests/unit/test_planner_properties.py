@@ -11,7 +11,7 @@ from jobs.spec.model import MlaSpec, ModelSpec, MoeSpec  # noqa: E402
 from jobs.spec.parallel import V_SCHEDULES, VIRTUAL_STAGES, ZERO_BUBBLE_SCHEDULES  # noqa: E402
 from jobs.spec.training import TrainingSpec  # noqa: E402
 from orchestrator.cluster import ClusterSpec, SwitchSpec  # noqa: E402
-from orchestrator.config import CHOICES, ParallelRequest  # noqa: E402
+from orchestrator.request import CHOICES, ParallelRequest  # noqa: E402
 from orchestrator.planner import PlanError, plan_from_dict, plan_json, plan_question  # noqa: E402
 from orchestrator.planner.question import Question  # noqa: E402
 from orchestrator.planner.uneven import split_weighted  # noqa: E402

@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from jobs.spec.model import MoeSpec
-from orchestrator.config import ParallelRequest
+from orchestrator.request import ParallelRequest
 from orchestrator.planner.bounds import Sharding
 from orchestrator.planner.choices import node_counts
 from orchestrator.planner.question import Question

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, assume, given, settings, strategies as st  #
 
 from jobs.spec.model import ModelSpec, MoeSpec  # noqa: E402
 from orchestrator.cluster import SwitchSpec  # noqa: E402
-from orchestrator.config import ParallelRequest  # noqa: E402
+from orchestrator.request import ParallelRequest  # noqa: E402
 from orchestrator.planner.axes import axis_groups  # noqa: E402
 from orchestrator.planner.page.families import groups as family_groups  # noqa: E402
 from orchestrator.planner.question import Question  # noqa: E402
