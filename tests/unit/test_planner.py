@@ -3,7 +3,6 @@ import dataclasses
 import io
 import itertools
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -91,7 +90,8 @@ IMPOSSIBLE = {
 }
 
 # model, nodes, global batch, seconds of one busy core that the search may take (tests/benchmarks/planner.py measures)
-SEARCHES = [(LLAMA3_8B, 16, 256, 2.0), (LLAMA3_405B, 2048, 2048, 5.0)]
+SEARCHES = [(LLAMA3_8B, 16, 256), (LLAMA3_405B, 2048, 2048)]
+PRICED_OF = 2000  # legal layouts per one that may be opened; how long that takes is tests.benchmarks.planner's
 
 
 def legal(model, cluster, batch, fixed, *, seq_len=128):
@@ -245,12 +245,12 @@ def test_a_layout_with_an_unknown_key_is_refused():
         layout_from_flat(layout_of(SMALL).flat() | {"tensor_parallel": 2})
 
 
-@pytest.mark.parametrize("model,nodes,batch,limit_s", SEARCHES, ids=lambda v: getattr(v, "name", v))
-def test_large_searches_are_quick(model, nodes, batch, limit_s):
+@pytest.mark.parametrize("model,nodes,batch", SEARCHES, ids=lambda v: getattr(v, "name", v))
+def test_large_searches_open_a_few_of_very_many_layouts(model, nodes, batch):
     spec = training(global_batch_size=batch, seq_len=8192, param_dtype="bfloat16")
-    chosen = plan_for(model, h100(nodes), spec, recompute="full", clock=time.process_time)
+    chosen = plan_for(model, h100(nodes), spec, recompute="full")
     assert chosen.predicted.memory_gib <= chosen.predicted.memory_limit_gib
-    assert chosen.search_s < limit_s
+    assert chosen.candidates > 100_000 and chosen.priced < chosen.candidates / PRICED_OF
 
 
 @pytest.mark.parametrize("name", GOLDEN_PLANS)
