@@ -9,16 +9,18 @@ from rich.text import Text
 from jobs.spec.parallel import AXES, Layout
 from orchestrator.planner.plan import GIB, Plan, Prediction, StageMemory, Transfer
 from orchestrator.planner.reasons import SLOWED
+from orchestrator.planner.words import details, seconds, size
 
 BAR_WIDTH = 52
 MEMORY_PARTS = (("parameters", "blue"), ("gradients", "magenta"), ("optimizer", "cyan"), ("gathered", "yellow"),
                 ("activations", "green"), ("logits", "red"), ("communication", "white"))
 TIME_PARTS = (("compute", "compute_s", "green"), ("exposed communication", "exposed_communication_s", "red"),
               ("bubble", "bubble_s", "yellow"), ("optimizer", "optimizer_s", "cyan"))
-MEMORY_HEADS = {"communication": "buffers"}
+MEMORY_HEADS = {"parameters": "params", "gradients": "grads", "optimizer": "optim", "activations": "acts",
+                "communication": "buffers"}
 REFUSED_SHOWN = 4
 ROUNDING = 1e-4  # of the step: less is not worth a line
-INDENT = " " * 9
+LABEL_WIDTH = 8
 LINKS = {"intra_node": "in node", "nvlink_domain": "NVLink rack", "inter_node": "network", "spine": "spine"}
 
 
@@ -29,32 +31,28 @@ def show_plan(plan: Plan, console: Console, *, brief: bool = False) -> None:
 
 def render_brief(plan: Plan) -> Group:
     """What and how fast: a few lines."""
-    return Group(_headline(plan), _layout(plan), *_step_time(plan)[:1], _memory_line(plan))
+    return Group(_headline(plan), _labelled("layout", *_layout(plan)), _labelled("step", _speed(plan)),
+                 _labelled("memory", _memory_line(plan)))
 
 
 def render(plan: Plan) -> Group:
-    """Everything; reads well from 100 columns on."""
-    parts = [_headline(plan), Text(), _layout(plan), Text(), *_step_time(plan), Text(), _memory_line(plan),
-             _memory_bar(plan), _memory(plan), Text()]
+    """Everything; reads well from 80 columns on."""
+    parts = [_headline(plan), Text(), _labelled("layout", *_layout(plan)), Text(),
+             _labelled("step", _speed(plan), *_step_time(plan)), Text(),
+             _labelled("memory", _memory_line(plan), _memory_bar(plan)), _memory(plan), Text()]
     if plan.communication:
         parts += [_communication(plan), Text()]
     return Group(*parts, *_rejected(plan))
 
 
-def seconds(value: float) -> str:
-    """1.25 s, 12.5 ms, 8.0 µs"""
-    if value >= 1:
-        return f"{value:.2f} s"
-    return f"{value * 1e3:.1f} ms" if value >= 1e-3 else f"{value * 1e6:.1f} µs"
-
-
-def size(value: float) -> str:
-    """Bytes with a binary unit."""
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.2f} GiB"
+def _labelled(label: str, *lines: Text) -> Table:
+    """Lines beside their label; what does not fit goes on below its own beginning."""
+    rows = Table.grid(padding=(0, 1, 0, 0))
+    rows.add_column(width=LABEL_WIDTH, style="bold")
+    rows.add_column()
+    for i, line in enumerate(lines):
+        rows.add_row("" if i else label, line)
+    return rows
 
 
 def _headline(plan: Plan) -> Text:
@@ -68,58 +66,32 @@ def _headline(plan: Plan) -> Text:
     return text
 
 
-def _layout(plan: Plan) -> Text:
+def _layout(plan: Plan) -> list[Text]:
     layout, dims = plan.layout, plan.layout.dims
-    text = Text("layout   ", style="bold")
-    for axis in AXES:
-        degree = getattr(dims, axis)
-        text.append(f"{axis}={degree}  ", style="bold green" if degree > 1 else "dim")
+    degrees = Text("  ").join(Text(f"{axis}={degree}", "bold green" if degree > 1 else "dim")
+                              for axis in AXES for degree in [getattr(dims, axis)])
     empty = layout.slots - plan.job.global_batch_size
     weightless = f" ({empty} of {layout.slots} slots weigh nothing)" if empty else ""
-    text.append(f"\n{INDENT}microbatch {layout.microbatch_size} × {layout.num_microbatches} per "
-                f"replica{weightless}\n{INDENT}"
-                f"{details(layout)}\n")
-    text.append(f"{INDENT}mesh {' × '.join(dims.order)}, the innermost on neighbouring GPUs", "dim")
-    return text
+    return [degrees,
+            Text(f"microbatch {layout.microbatch_size} × {layout.num_microbatches} per replica{weightless}"),
+            Text(details(layout)),
+            Text(f"mesh {' × '.join(dims.order)}, the innermost on neighbouring GPUs", "dim")]
 
 
-def details(layout: Layout) -> str:
-    """Everything but degrees and batch, in words."""
-    dims, layers = layout.dims, layout.layers_per_stage
-    words = []
-    if dims.pp > 1:
-        split = str(layers[0]) if len(set(layers)) == 1 else f"{min(layers)}–{max(layers)}"
-        split += " layers" if max(layers) > 1 else " layer"
-        stages = f" × {layout.virtual_stages} per rank" if layout.virtual_stages > 1 else ""
-        words.append(f"{layout.schedule}{stages}, {split} per stage")
-    else:
-        words.append(f"no pipeline, {layers[0]} layers per stage")
-    if dims.fsdp > 1:
-        words.append(f"ZeRO-{layout.zero_stage}" + (f" of {layout.layers_per_unit} layers" if layout.layers_per_unit > 1
-                                                    else ""))
-    if layout.reduce_every_microbatch:
-        words.append("reduced every microbatch")
-    if dims.cp > 1:
-        words.append(f"cp by {layout.cp_method}")
-    if dims.tp > 1 and not layout.sequence_parallel:
-        words.append("no sequence parallelism")
-    return ", ".join([*words, f"recompute {layout.recompute}"])
-
-
-def _step_time(plan: Plan) -> list[RenderableType]:
+def _speed(plan: Plan) -> Text:
     predicted = plan.predicted
-    head = Text.assemble(("step     ", "bold"), (seconds(predicted.step_time_s), "bold green"),
+    return Text.assemble((seconds(predicted.step_time_s), "bold green"),
                          f"   {predicted.tokens_per_s:,.0f} tokens/s   {predicted.tokens_per_s_per_gpu:,.0f} per GPU   "
                          f"MFU {predicted.mfu:.1%} ({predicted.mfu_convention} attention)   HFU {predicted.hfu:.1%}")
+
+
+def _step_time(plan: Plan) -> list[Text]:
+    predicted = plan.predicted
     parts = [(name, getattr(predicted, field), colour) for name, field, colour in TIME_PARTS]
     bar = _bar([(value, colour) for _, value, colour in parts], total=predicted.step_time_s)
-    legend = Text(INDENT)
-    for name, value, colour in parts:
-        legend.append("■ ", colour)
-        legend.append(f"{name} {seconds(value)}  ")
-    bubble = Text(f"{INDENT}bubble {predicted.bubble_fraction:.1%} of the pipeline's time", "dim")
-    return [head, Text(INDENT).append_text(bar), legend, *([bubble] if plan.layout.dims.pp > 1 else []),
-            Text(INDENT + amdahl(predicted), "dim")]
+    legend = Text("  ").join(Text.assemble(("■ ", colour), f"{name} {seconds(value)}") for name, value, colour in parts)
+    bubble = Text(f"bubble {predicted.bubble_fraction:.1%} of the pipeline's time", "dim")
+    return [bar, legend, *([bubble] if plan.layout.dims.pp > 1 else []), Text(amdahl(predicted), "dim")]
 
 
 def amdahl(predicted: Prediction) -> str:
@@ -136,7 +108,7 @@ def _heaviest(plan: Plan) -> StageMemory:
 
 def _memory_line(plan: Plan) -> Text:
     heaviest, limit = _heaviest(plan), plan.predicted.memory_limit_gib * GIB
-    return Text.assemble(("memory   ", "bold"), (size(heaviest.total_bytes), "bold green"),
+    return Text.assemble((size(heaviest.total_bytes), "bold green"),
                          f" on pipeline rank {heaviest.stage}, the heaviest, of {size(limit)} "
                          f"({plan.job.gpu} less {plan.job.headroom:.0%} headroom)")
 
@@ -144,7 +116,7 @@ def _memory_line(plan: Plan) -> Text:
 def _memory_bar(plan: Plan) -> Text:
     heaviest = _heaviest(plan)
     parts = [(getattr(heaviest, f"{name}_bytes"), colour) for name, colour in MEMORY_PARTS]
-    return Text(INDENT).append_text(_bar(parts, total=plan.predicted.memory_limit_gib * GIB))
+    return _bar(parts, total=plan.predicted.memory_limit_gib * GIB)
 
 
 def _memory(plan: Plan) -> Table:
@@ -152,10 +124,10 @@ def _memory(plan: Plan) -> Table:
     name, unit = ("GiB", GIB) if _heaviest(plan).total_bytes >= GIB else ("MiB", 2**20)
     rows = table("")
     for column in ("rank", "layers", "in flight"):
-        rows.add_column(column, justify="right")
+        rows.add_column(column, justify="right", no_wrap=column != "in flight")
     for part, colour in MEMORY_PARTS:
-        rows.add_column(Text(MEMORY_HEADS.get(part, part), colour), justify="right")
-    rows.add_column(name, justify="right", style="bold")
+        rows.add_column(Text(MEMORY_HEADS.get(part, part), colour), justify="right", no_wrap=True)
+    rows.add_column(name, justify="right", style="bold", no_wrap=True)
     for rank in _shown_stages(plan.memory):
         rows.add_row(str(rank.stage), str(rank.layers), str(rank.in_flight),
                      *(f"{getattr(rank, f'{part}_bytes') / unit:.2f}" for part, _ in MEMORY_PARTS),
@@ -181,15 +153,22 @@ def _communication(plan: Plan) -> Table:
     rows = table("communication of one rank per step, on the busiest pipeline rank")
     for column, justify in (("axis", "left"), ("operation", "left"), ("of", "left"), ("size", "right"),
                             ("times", "right"), ("link", "left"), ("time", "right"), ("exposed", "right")):
-        rows.add_column(column, justify=justify)
+        rows.add_column(column, justify=justify, no_wrap=column != "of", overflow="fold")
     inner_first = ("tp", "cp", "ep", "pp", "dp_shard", "dp_replicate")
+    least_s, small = ROUNDING * plan.predicted.step_time_s, []
     for alike in sorted(_alike(plan.communication), key=lambda alike: inner_first.index(alike[0].axis)):
         one, total_s, exposed_s = alike[0], sum(t.seconds for t in alike), sum(t.exposed_s for t in alike)
+        if total_s < least_s:
+            small += alike
+            continue
         rows.add_row(one.axis, one.op, one.what, size(one.payload_bytes), f"{sum(t.times for t in alike):,}",
                      LINKS[one.link], seconds(total_s), Text(seconds(exposed_s), "red" if exposed_s > total_s / 2
                                                              else ""))
+    if small:
+        rows.add_row("", "", f"{len(small)} small ones", "", f"{sum(t.times for t in small):,}", "",
+                     seconds(sum(t.seconds for t in small)), seconds(sum(t.exposed_s for t in small)), style="dim")
     slowed_s = plan.predicted.exposed_communication_s - sum(one.exposed_s for one in plan.communication)
-    if slowed_s > ROUNDING * plan.predicted.step_time_s:  # the column's sum is the step's exposed communication
+    if slowed_s > least_s:  # the column's sum is the step's exposed communication
         rows.add_row("", "", SLOWED, "", "", "", "", seconds(slowed_s))
     return rows
 

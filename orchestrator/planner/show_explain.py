@@ -11,7 +11,8 @@ from rich.text import Text
 from orchestrator.planner.explain import Explained
 from orchestrator.planner.plan import AxisEffect, Plan
 from orchestrator.planner.reasons import cost_parts, ms
-from orchestrator.planner.show import MEMORY_PARTS, details, size, table
+from orchestrator.planner.show import MEMORY_PARTS, table
+from orchestrator.planner.words import details, size
 from orchestrator.planner.cost import Priced
 
 EQUAL = 5e-4

@@ -15,7 +15,7 @@ SHOWN_FITS = 12
 
 
 def show_report(report: Report, console: Console) -> None:
-    """Print everything; reads well from 110 columns on. `no`: rows refused."""
+    """Print everything; reads well from 80 columns on. `no`: rows refused."""
     console.print(_groups(report))
     for line in _totals(report):
         console.print(line, highlight=False, markup=False)
@@ -29,7 +29,8 @@ def show_report(report: Report, console: Console) -> None:
 def _groups(report: Report) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
     for column in ("group", "", "rows", "no", "MAPE", "worst", "τ", "regret", "memory", "worst row"):
-        table.add_column(column, justify="left" if column in ("group", "", "worst row") else "right", no_wrap=True)
+        text = column in ("group", "worst row")
+        table.add_column(column, justify="left" if text or not column else "right", no_wrap=not text, overflow="fold")
     for one in report.groups:
         table.add_row(Text(one.group), "fit" if one.fitted else "", str(one.rows), str(one.refused), _percent(one.mape),
                       _percent(one.max_ape), _figure(one.tau, "{:.2f}"), _figure(one.regret, "{:.3f}"),

@@ -3,7 +3,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.planner.show import size
+from orchestrator.planner.words import size
 from orchestrator.verification import Compared, Verification, VerifiedRank, rank_name
 
 SHAPES_SHOWN = 12

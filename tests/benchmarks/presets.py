@@ -14,7 +14,7 @@ from orchestrator.load import load
 from orchestrator.planner.cost import Priced
 from orchestrator.planner.question import Question
 from orchestrator.planner.search import Search
-from orchestrator.planner.show import details
+from orchestrator.planner.words import details
 from orchestrator.planning import question_of
 
 ROOT = Path(__file__).parents[2]

@@ -28,7 +28,7 @@ from orchestrator.planner.page.whatif import crossovers, scaled, what_ifs
 from orchestrator.planner.plan import GIB
 from orchestrator.planner.question import divisors
 from orchestrator.planner.reasons import EQUAL
-from orchestrator.planner.show import seconds, size
+from orchestrator.planner.words import seconds, size
 from orchestrator.planner.space import every_layout
 from orchestrator.submission.prepare import prepare
 from tests.helpers.orc import training_run

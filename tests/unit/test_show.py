@@ -29,9 +29,9 @@ def made(request) -> Plan:
     return plan_for(model, cluster, training(**spec), **fixed)
 
 
-def shown(plan: Plan) -> str:
+def shown(plan: Plan, *, width: int = 140) -> str:
     screen = io.StringIO()
-    Console(file=screen, width=140).print(render(plan))
+    Console(file=screen, width=width).print(render(plan))
     return "\n".join(line.rstrip() for line in screen.getvalue().splitlines())
 
 
@@ -51,6 +51,20 @@ def test_the_columns_of_memory_add_up_to_its_last(made):
     assert rows
     for _, _, _, *parts, total in rows:
         assert sum(map(float, parts)) == pytest.approx(float(total), abs=0.005 * (len(parts) + 1))
+
+
+def test_nothing_is_cut_off_in_a_terminal_of_80_columns(made):
+    narrow = shown(made, width=80)
+    assert "…" not in narrow and max(map(len, narrow.splitlines())) <= 80
+    figures = {figure for row in rows_after("rank ", shown(made)) for figure in row.split()}
+    assert figures == {figure for row in rows_after("rank ", narrow) for figure in row.split()}
+
+
+def test_operations_too_small_for_a_line_of_their_own_are_counted_in_one(made):
+    """Every operation of the plan is in the times column once."""
+    text = "\n".join(rows_after("axis ", shown(made)))
+    times = re.findall(r"([\d,]+) (?:in node|network|spine)| small ones +([\d,]+)", text)
+    assert sum(int("".join(one).replace(",", "")) for one in times) == sum(one.times for one in made.communication)
 
 
 def test_what_is_exposed_per_operation_adds_up_to_the_steps(made):

@@ -21,7 +21,7 @@ from orchestrator.planner.page.pipeline import timeline_data
 from orchestrator.planner.page.scatter import priced_points, scatter_data
 from orchestrator.planner.page.whatif import what_ifs
 from orchestrator.planner.plan import Plan
-from orchestrator.planner.show import seconds
+from orchestrator.planner.words import seconds
 
 __all__ = ["check_writable", "page", "write_page"]
 

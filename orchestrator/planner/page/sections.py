@@ -11,7 +11,8 @@ from orchestrator.planner.page.asked import described
 from orchestrator.planner.page.batch import BatchChoices, spending
 from orchestrator.planner.page.markup import Html, bar, join, key, table, tag
 from orchestrator.planner.plan import GIB, Plan, Prediction, StageMemory, Transfer
-from orchestrator.planner.show import amdahl, seconds, size
+from orchestrator.planner.show import amdahl
+from orchestrator.planner.words import seconds, size
 
 COLOURS = tuple(f"var(--c{i})" for i in range(1, 9))
 PARTS = (("compute", "compute_s", "var(--c1)"), ("exposed communication", "exposed_communication_s", "var(--c4)"),
