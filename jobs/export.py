@@ -52,7 +52,7 @@ def _weights(reader: RawReader, metadata: Metadata) -> Iterator[tuple[str, Tenso
         tensor = torch.empty(described.size, dtype=described.properties.dtype)
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner({name: tensor}, metadata, True)
-        reader.read_data(planner.create_local_plan(), planner).wait()
+        reader.read_data(planner.create_local_plan(), planner)
         yield name.removeprefix(MODEL), tensor
 
 

@@ -88,25 +88,25 @@ def save(folder: Path, state: TrainingState, *, progress: Progress, layout: dict
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors, None, True)
     writer = RawWriter(folder, rank=state.rank)
-    chunks = writer.write_data(planner.create_local_plan(), planner).wait()
+    chunks = writer.write_data(planner.create_local_plan(), planner)
     index = ShardIndex(format=FORMAT, step=progress.step, data_cursor=progress.data_cursor, rank=state.rank,
-                       layout=layout, chunks=tuple(result.storage_data for result in chunks))
+                       layout=layout, chunks=chunks)
     return (writer.file, writer.write_index(index))
 
 
 def load(folder: Path, state: TrainingState, *, step: int, layout: dict[str, Any]) -> Progress:
     """Fill this rank's state from a committed checkpoint of any layout. Raises CheckpointCorrupt."""
     reader = RawReader(folder, step=step)
-    metadata = reader.read_metadata()
+    tensors, random = state.tensors(), state.random()
+    metadata = reader.read_metadata(wanted=tensors.keys() | random.keys())
     # Random states belong to ranks: they mean something to the same ranks only.
     same_layout = all(index.layout == layout for index in reader.indices)
-    random = state.random() if same_layout else {}
-    random = {name: t for name, t in random.items() if name in metadata.state_dict_metadata}
+    random = {name: t for name, t in random.items() if same_layout and name in metadata.state_dict_metadata}
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    wanted = state.tensors() | random
+    wanted = tensors | random
     reader.require(wanted)
     planner.set_up_planner(wanted, metadata, True)
-    reader.read_data(planner.create_local_plan(), planner).wait()
+    reader.read_data(planner.create_local_plan(), planner)
     state.repeat_aliases()
     state.set_random(random)
     return Progress(step=reader.indices[0].step, data_cursor=reader.indices[0].data_cursor)

@@ -102,3 +102,9 @@ class RunDir:
 
 
 MANIFEST = "manifest.json"
+INDEX = "index.jsonl"  # of a committed checkpoint: what each rank has written, a line each
+
+
+def rank_index(rank: int) -> str:
+    """The same of one rank, before the checkpoint is committed."""
+    return f"rank-{rank:05d}.json"

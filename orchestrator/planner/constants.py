@@ -6,7 +6,7 @@ Rows are named by their group in the table of published runs; `orc validate` pri
 
 # Fitted together (python -m tests.benchmarks.refit), on the least mean |log(predicted/measured)|, groups weighing
 # alike: SUSTAINED_MATMUL (16 and 8 bits), TILE_OVERHEAD_S, FLASH_FORWARD, UNFUSED_SCORE_BYTES, MEMORY_EFFICIENCY,
-# BACKWARD_TRAFFIC, EAGER_TRAFFIC, KERNEL_RAMP_S, PORTS_OF_2021, RING_STEP, and jobs.spec.hardware's
+# BACKWARD_TRAFFIC, EAGER_TRAFFIC, KERNEL_RAMP_S, PORTS_OF_2021, and jobs.spec.hardware's
 # portable_attention. The others are measurements or counts, with their source beside them.
 FITTED_GROUPS = ("vtrain-multi-18.4b", "megatron21-t1", "megatron21-t2", "foundry-a100_80gb", "mcore-llama3",
                  "fms-fsdp", "torchtitan")
@@ -53,7 +53,8 @@ STEP_OVERHEAD_S = {"cuda": 0.010, "cpu": 0.0}  # data, logging, loss scale, clip
 
 # ------------------------------------------------------------------ links
 # Bus bandwidth of large collectives over the link's published rate: 8×A100 235/300, 8×H200 368/450 with rings
-# (482/450 with NVLS), 4×8 B200 at 1 GiB 362 of 400 between nodes.
+# (482/450 with NVLS); between nodes gathers of 2×8 H200 at 1 GiB 321/400, of 2×8 H100 182/200, all-reduces of 4×8 B200
+# 362/400.
 INTRA_NODE_EFFICIENCY = 0.80
 INTER_NODE_EFFICIENCY = 0.80
 # A message from one rank to one other uses one channel, not all rings.
@@ -61,9 +62,6 @@ SEND_EFFICIENCY = 0.60
 # Network ports of a node that one collective of 2021's NCCL kept busy: the one row of vtrain-multi-18.4b with tp across
 # nodes, and the ZeRO-3 rows of megatron21-t2. Later ones use a port per rank.
 PORTS_OF_2021 = 1.7
-# One step of a ring across nodes, against the latency of a message by itself: steps follow each other without the host.
-# ZeRO-3 of megatron21-t2, which sends every parameter by itself.
-RING_STEP = 0.20
 
 # ------------------------------------------------------------------ overlap
 OVERLAP_SLOWDOWN = 1.126  # both sides of an overlap, as Galvatron profiles it

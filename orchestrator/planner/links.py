@@ -83,28 +83,30 @@ def expert_shards(dims: ParallelDims) -> int:
 
 def collective_s(op: Op, payload_bytes: float, group: Group, *, cluster: ClusterSpec,
                  ports: float | None = None, messages: int = 1) -> float:
-    """Seconds of one collective, sent as `messages` one after another. Within an island a ring; across islands the
-    local ring and the network work at the same time on all of the group's network ports. Hops there grow with log₂ of
-    the islands where NCCL has trees: for all-reduce, and for the others where a group has one rank on each island
-    (parallel-aggregated trees); else with the ranks. An all-to-all leaves through each rank's own port. A group keeps
-    at most `ports` ports of an island busy, however many ranks it has there."""
+    """Seconds of one collective, sent as `messages` one after another. Within an island a ring. Across islands NCCL's
+    rings pass through every rank and through all of the group's network ports at once, so each port carries its share
+    of what a rank receives: as measured on 2 × 8 GPUs (MEASURED in tests/unit/test_communication.py), a gather of 16 ranks is
+    as slow as the network, not as half of it. Trees take hops that grow with log₂ of the islands: for all-reduce
+    (between two islands each half of the data crosses once), and for the others where a group has one rank on each
+    island. An all-to-all leaves through each rank's own port. A group keeps at most `ports` ports of an island busy,
+    however many ranks it has there."""
     if group.ranks == 1:
         return 0.0
-    hops_s = (group.per_node - 1) * cluster.intra_node_latency_us * 1e-6
+    island_s, network_s = cluster.intra_node_latency_us * 1e-6, cluster.inter_node_latency_us * 1e-6
+    hops_s = (group.per_node - 1) * island_s
     share = (group.ranks - 1) / group.ranks
     bytes_s = 0.0
     if group.per_node > 1:
         local = share if op != "all_to_all" else (group.per_node - 1) / group.ranks
         bytes_s = local * payload_bytes / (cluster.link_gb_s * 1e9 * constants.INTRA_NODE_EFFICIENCY)
-    if group.nodes > 1 and op in ("all_gather", "reduce_scatter") and group.per_node > 1:
-        step_us = max(cluster.intra_node_latency_us, constants.RING_STEP * cluster.inter_node_latency_us)
-        hops_s = (group.ranks - 1) * step_us * 1e-6
-    elif group.nodes > 1:
-        hops_s += min(group.nodes - 1, 2 * math.ceil(math.log2(group.nodes))) * cluster.inter_node_latency_us * 1e-6
     if group.nodes > 1:
+        ring = op in ("all_gather", "reduce_scatter") and group.per_node > 1
+        hops_s = (group.ranks - group.nodes) * island_s if ring else hops_s
+        hops_s += (group.nodes - 1 if ring else min(group.nodes - 1, 2 * math.ceil(math.log2(group.nodes)))) * network_s
+        leaves = op == "all_to_all" or (op == "all_reduce" and group.nodes == 2)
         used = 1 if op == "all_to_all" else min(group.per_node, ports or group.per_node)
-        network = _network_bytes_s(group, cluster=cluster) * used
-        bytes_s = max(bytes_s, (group.nodes - 1) / group.nodes * payload_bytes / network)
+        across = (group.nodes - 1) / group.nodes if leaves else share
+        bytes_s = max(bytes_s, across * payload_bytes / (_network_bytes_s(group, cluster=cluster) * used))
     return PASSES[op] * (messages * hops_s + bytes_s)
 
 

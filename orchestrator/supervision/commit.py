@@ -1,20 +1,22 @@
 """Checkpoints as the supervisor sees them: committing, choosing and pruning. It never reads a tensor.
 
 Ranks write their shards into a folder of the attempt's own and report files, sizes and checksums; once
-every rank has reported, the supervisor writes the manifest and renames the folder. A checkpoint exists
-if and only if it was renamed: there is no `latest` that could lie.
+every rank has reported, the supervisor makes one index of theirs, writes the manifest and renames the folder. A
+checkpoint exists if and only if it was renamed: there is no `latest` that could lie.
 """
 import dataclasses
 import json
 import os
 import shutil
 import time
+import zlib
+from collections.abc import Iterable
 from pathlib import Path
 
-from jobs.spec.events import CheckpointCommitted, CheckpointSkipped, ShardReport
+from jobs.spec.events import CheckpointCommitted, CheckpointSkipped, ShardFile, ShardReport
 from jobs.spec.job import JobSpec
 from jobs.spec.load import to_dict
-from jobs.spec.rundir import MANIFEST, RunDir
+from jobs.spec.rundir import INDEX, MANIFEST, RunDir, rank_index
 
 
 class CommitError(RuntimeError):
@@ -39,7 +41,7 @@ class Commits:
 
 
 def commit(run_dir: RunDir, job: JobSpec, reports: tuple[ShardReport, ...]) -> CheckpointCommitted:
-    """Verify, write the manifest, rename. Blocking. Raises CommitError or OSError, and then nothing exists."""
+    """Verify, merge the indices, write the manifest, rename. Blocking. Raises CommitError or OSError, and then nothing exists."""
     step = reports[0].step
     folder = run_dir.checkpoint_in_progress(step, job.attempt)
     files = [file for report in reports for file in report.files]
@@ -52,6 +54,7 @@ def commit(run_dir: RunDir, job: JobSpec, reports: tuple[ShardReport, ...]) -> C
     cursors = {report.data_cursor for report in reports}
     if len(cursors) != 1:
         raise CommitError(f"step {step}: the ranks disagree about the data cursor: {sorted(cursors)}")
+    files = _merge_indices(folder, reports)
     committed = CheckpointCommitted(
         t=time.time(), attempt=job.attempt, step=step, data_cursor=cursors.pop(),
         size_bytes=sum(file.size_bytes for file in files), save_s=max(report.save_s for report in reports))
@@ -97,16 +100,46 @@ def remove_unfinished(run_dir: RunDir) -> None:
         shutil.rmtree(folder)
 
 
+def _merge_indices(folder: Path, reports: tuple[ShardReport, ...]) -> list[ShardFile]:
+    """All ranks' indices as the lines of one file, in the place of theirs: a rank that resumes reads this one, and not
+    one per rank. Returns the files that there are then."""
+    indices = {rank_index(report.rank) for report in reports}
+    files = [file for report in sorted(reports, key=lambda report: report.rank) for file in report.files]
+    merged = [file for file in files if file.name in indices]
+    if not merged:
+        return files
+    index = _write(folder / INDEX, (_checked(folder / file.name, file) + b"\n" for file in merged))
+    for file in merged:
+        (folder / file.name).unlink()
+    return [index, *(file for file in files if file.name not in indices)]
+
+
 def _write_manifest(folder: Path, job: JobSpec, committed: CheckpointCommitted, files: list) -> None:
     manifest = {"step": committed.step, "attempt": job.attempt, "data_cursor": committed.data_cursor,
                 "world_size": job.world_size, "layout": job.layout.flat() if job.layout else None,
                 "model": to_dict(job.model), "seed": job.training.seed if job.training else None,
                 "files": [dataclasses.asdict(file) for file in files]}
-    with (folder / MANIFEST).open("w") as out:
-        json.dump(manifest, out, indent=1)
+    _write(folder / MANIFEST, [json.dumps(manifest, indent=1).encode()])
+    _sync(folder)
+
+
+def _write(path: Path, parts: Iterable[bytes]) -> ShardFile:
+    """Written and synced, as a manifest lists it."""
+    size = checksum = 0
+    with path.open("wb") as out:
+        for part in parts:
+            out.write(part)
+            size, checksum = size + len(part), zlib.crc32(part, checksum)
         out.flush()
         os.fsync(out.fileno())
-    _sync(folder)
+    return ShardFile(name=path.name, size_bytes=size, checksum=f"crc32:{checksum:08x}")
+
+
+def _checked(path: Path, file: ShardFile) -> bytes:
+    content = path.read_bytes()
+    if (found := f"crc32:{zlib.crc32(content):08x}") != file.checksum:
+        raise CommitError(f"{path}: its rank reported {file.checksum}, {found} is there")
+    return content
 
 
 def _defect(folder: Path) -> str | None:

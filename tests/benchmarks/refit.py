@@ -23,7 +23,7 @@ from orchestrator.validation.table import Row, read_table
 # An entry of a dictionary is written NAME.key; portable_attention is that of Hopper, in jobs.spec.hardware.
 PARAMETERS = ("SUSTAINED_MATMUL.bfloat16", "SUSTAINED_MATMUL.float8", "TILE_OVERHEAD_S", "KERNEL_RAMP_S",
               "FLASH_FORWARD", "UNFUSED_SCORE_BYTES", "MEMORY_EFFICIENCY", "BACKWARD_TRAFFIC",
-              "EAGER_TRAFFIC", "PORTS_OF_2021", "RING_STEP", "portable_attention")
+              "EAGER_TRAFFIC", "PORTS_OF_2021", "portable_attention")
 CEILINGS = {"SUSTAINED_MATMUL.bfloat16": 0.97, "SUSTAINED_MATMUL.float8": 0.97, "MEMORY_EFFICIENCY": 0.92,
             "portable_attention": 1.0}
 ALIKE = {"SUSTAINED_MATMUL.bfloat16": "SUSTAINED_MATMUL.float16", "SUSTAINED_MATMUL.float8": "SUSTAINED_MATMUL.float4"}

@@ -2,6 +2,8 @@
 in another. Checkpoints are saved without any rank waiting for another, and are not used when damaged."""
 import dataclasses
 import json
+import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import torch.distributed as dist
 from jobs import checkpoint
 from jobs.checkpoint import CheckpointCorrupt, Progress
 from jobs.spec.job import FaultSpec
-from jobs.spec.rundir import MANIFEST, RunDir
+from jobs.spec.rundir import INDEX, MANIFEST, RunDir
 from tests.helpers.ranks import RanksFailed, collect_ranks, run_ranks
 from tests.helpers.training import (TINY, TRAINING, ListRecorder, Outcome, build_trainer, commit, job, layout,
                                     read_reports, train_here, train_job)
@@ -123,12 +125,29 @@ def test_replicated_tensors_are_written_once(tmp_path):
         run_dir = tmp_path / str(degrees)
         outcome = train_job(job(run_dir, layout(**degrees), model=TIED))
         folder = commit(run_dir, outcome.shards, step=TRAINING.steps)
-        chunks = [c for path in folder.glob("rank-*.json") for c in json.loads(path.read_text())["chunks"]]
+        chunks = [c for line in (folder / INDEX).read_text().splitlines() for c in json.loads(line)["chunks"]]
         return sum(c["num_bytes"] for c in chunks if not c["tensor"].startswith("random."))
 
     layouts = [dict(), dict(tp=2, dp_replicate=2), dict(pp=2, dp_shard=2),
                dict(dp_shard=2, dp_replicate=2, zero_stage=1), dict(cp=2), dict(pp=2, schedule="zbv", virtual_stages=2)]
     assert len({written(**degrees) for degrees in layouts}) == 1
+
+
+def opened_on_resume(spec) -> list[str]:
+    """Names of the checkpoint's files that this rank opens, as often as it does."""
+    trainer = build_trainer(spec, recorder=ListRecorder(rank=dist.get_rank(), attempt=2))
+    folder, opened = RunDir(Path(spec.run_dir)).checkpoint(spec.resume_step), []
+    sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
+    trainer.resume(spec.resume_step)
+    return sorted(Path(name).name for name in opened if name.startswith(str(folder)))
+
+
+def test_a_rank_that_resumes_opens_one_index_and_its_own_shards(tmp_path):
+    where = layout(dp_shard=4, microbatch_size=1)
+    commit(tmp_path, train_job(job(tmp_path, where)).shards, step=TRAINING.steps)
+    opened = run_ranks(opened_on_resume, world_size=4, args=(job(tmp_path, where, resume_step=TRAINING.steps),))
+    shards = [sorted({0, rank}) for rank in range(4)]  # rank 0 wrote what all hold
+    assert opened == [[INDEX, MANIFEST, *(f"rank-{rank:05d}.bin" for rank in ranks)] for ranks in shards]
 
 
 # ------------------------------------------------------------------ damage
@@ -138,15 +157,34 @@ def flip_a_byte(path):
     path.write_bytes(content)
 
 
+def list_files(path, change):
+    """Of the checkpoint that `path` is in, another list in the manifest."""
+    manifest = path.parent / MANIFEST
+    manifest.write_text(json.dumps({"files": change(json.loads(manifest.read_text())["files"])}))
+
+
+def leave_out_a_rank(manifest):
+    index = manifest.parent / INDEX
+    line = index.read_bytes().splitlines(keepends=True)[0]
+    index.write_bytes(line)
+    whole = {"name": INDEX, "size_bytes": len(line), "checksum": f"crc32:{zlib.crc32(line):08x}"}
+    list_files(manifest, lambda files: [whole, *(f for f in files if f["name"] != INDEX)])
+
+
 DAMAGE = {
     "a byte of a shard": ("rank-00001.bin", flip_a_byte, "checksum"),
-    "a byte of an index": ("rank-00001.json", flip_a_byte, "crc32"),
+    "a byte of the index": (INDEX, flip_a_byte, "crc32"),
+    "the index is cut short": (INDEX, lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes where"),
+    "the index is gone": (INDEX, lambda path: path.unlink(), "is missing"),
     "a shard is gone": ("rank-00001.bin", lambda path: path.unlink(), "is missing"),
     "a shard is cut short": ("rank-00001.bin", lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes where"),
     "no manifest": (MANIFEST, lambda path: path.unlink(), "cannot be read"),
     "half a manifest": (MANIFEST, lambda path: path.write_bytes(path.read_bytes()[:40]), "cannot be read"),
-    "a rank is not in the manifest": (MANIFEST, lambda path: path.write_text(json.dumps({"files": [
-        f for f in json.loads(path.read_text())["files"] if "00001" not in f["name"]]})), "elements of"),
+    "a shard is not in the manifest": ("rank-00001.bin", lambda path: list_files(
+        path, lambda files: [f for f in files if f["name"] != path.name]), "is not listed"),
+    "no index is in the manifest": (MANIFEST, lambda path: list_files(
+        path, lambda files: [f for f in files if f["name"] != INDEX]), "lists no rank's index"),
+    "a rank is not in the index": (MANIFEST, leave_out_a_rank, "elements of"),
 }
 
 

@@ -2,8 +2,6 @@
 import collections
 import dataclasses
 import json
-import os
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -23,10 +21,11 @@ from jobs.spec.load import to_dict
 from jobs.spec.model import ModelSpec
 from jobs.spec.own_model import OwnModel
 from jobs.spec.parallel import AXES, Layout, ParallelDims, split_layers
-from jobs.spec.rundir import MANIFEST, RunDir
+from jobs.spec.rundir import RunDir
 from jobs.spec.training import CheckpointSpec, DataSpec, OptimizerSpec, TrainingSpec
 from jobs.spec.wire import decode, encode
 from jobs.trainer import Trainer
+from orchestrator.supervision.commit import commit as commit_reports
 from tests.helpers import device
 from tests.helpers.ranks import run_ranks, tokens_file
 
@@ -182,15 +181,10 @@ def build_trainer(spec: JobSpec, *, recorder: Recorder) -> Trainer:
 
 
 def commit(run_dir: Path, shards: list[ShardReport], *, step: int, attempt: int = 1) -> Path:
-    """What the supervisor does with the ranks' reports: manifest, then rename."""
-    reports = [shard for shard in shards if shard.step == step]
+    """The supervisor commits what the ranks have reported."""
+    reports = tuple(shard for shard in shards if shard.step == step)
     assert reports, f"no rank has reported a shard of step {step}"
-    run = RunDir(run_dir)
-    folder, final = run.checkpoint_in_progress(step, attempt), run.checkpoint(step)
-    manifest = {"step": step, "attempt": attempt, "data_cursor": reports[0].data_cursor, "world_size": len(reports),
-                "layout": {}, "files": [to_dict(file) for report in reports for file in report.files]}
-    (folder / MANIFEST).write_text(json.dumps(manifest))
-    if final.exists():
-        shutil.rmtree(final)
-    os.rename(folder, final)
-    return final
+    spec = JobSpec(run="test", attempt=attempt, run_dir=str(run_dir), device="cpu", world_size=len(reports),
+                   checkpoint=CheckpointSpec(), resume_step=None, peak_tflops=1.0)
+    commit_reports(RunDir(run_dir), spec, reports)
+    return RunDir(run_dir).checkpoint(step)

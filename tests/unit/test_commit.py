@@ -1,12 +1,13 @@
 """Committing, choosing and pruning checkpoints: a step exists whole, or not at all."""
 import json
+import zlib
 from pathlib import Path
 
 import pytest
 
 from jobs.spec.events import ShardFile, ShardReport
 from jobs.spec.job import JobSpec
-from jobs.spec.rundir import MANIFEST, RunDir
+from jobs.spec.rundir import INDEX, MANIFEST, RunDir, rank_index
 from jobs.spec.training import CheckpointSpec
 from orchestrator.supervision.commit import CommitError, Commits, commit, newest_usable, prune, remove_unfinished
 
@@ -24,8 +25,11 @@ def write_shards(run_dir: RunDir, step: int, *, attempt: int = 1, cursor: int | 
     reports = []
     for rank in range(WORLD):
         (folder / f"rank-{rank}.bin").write_bytes(bytes(rank + 5))
-        file = ShardFile(name=f"rank-{rank}.bin", size_bytes=rank + 5, checksum="crc32:0")
-        reports.append(ShardReport(attempt=attempt, rank=rank, step=step, t=0.0, files=(file,), save_s=float(rank),
+        index = json.dumps({"rank": rank}).encode()
+        (folder / rank_index(rank)).write_bytes(index)
+        files = (ShardFile(name=f"rank-{rank}.bin", size_bytes=rank + 5, checksum="crc32:0"),
+                 ShardFile(name=rank_index(rank), size_bytes=len(index), checksum=f"crc32:{zlib.crc32(index):08x}"))
+        reports.append(ShardReport(attempt=attempt, rank=rank, step=step, t=0.0, files=files, save_s=float(rank),
                                    data_cursor=step if cursor is None else cursor))
     return reports
 
@@ -51,10 +55,29 @@ def test_a_step_is_complete_with_its_last_rank(run_dir: RunDir) -> None:
 
 def test_commit_renames_and_lists_every_file(run_dir: RunDir) -> None:
     done = commit(run_dir, job(run_dir), tuple(write_shards(run_dir, 10)))
-    assert (done.step, done.data_cursor, done.size_bytes, done.save_s) == (10, 10, 5 + 6 + 7, 2.0)
-    manifest = json.loads((run_dir.checkpoint(10) / MANIFEST).read_text())
-    assert [f["name"] for f in manifest["files"]] == [f"rank-{r}.bin" for r in range(WORLD)]
+    folder = run_dir.checkpoint(10)
+    index = (folder / INDEX).read_bytes()
+    assert (done.step, done.data_cursor, done.size_bytes, done.save_s) == (10, 10, 5 + 6 + 7 + len(index), 2.0)
+    files = {f["name"]: f for f in json.loads((folder / MANIFEST).read_text())["files"]}
+    assert files.keys() == {INDEX, *(f"rank-{r}.bin" for r in range(WORLD))}
+    assert files.keys() | {MANIFEST} == {path.name for path in folder.iterdir()}
+    assert files[INDEX] == {"name": INDEX, "size_bytes": len(index), "checksum": f"crc32:{zlib.crc32(index):08x}"}
     assert not list(run_dir.checkpoints.glob("*.tmp"))
+
+
+def test_the_ranks_indices_become_the_lines_of_one_in_the_ranks_order(run_dir: RunDir) -> None:
+    commit(run_dir, job(run_dir), tuple(write_shards(run_dir, 10)[::-1]))
+    lines = (run_dir.checkpoint(10) / INDEX).read_text().splitlines()
+    assert [json.loads(line)["rank"] for line in lines] == list(range(WORLD))
+
+
+def test_an_index_that_is_not_what_its_rank_wrote_is_not_committed(run_dir: RunDir) -> None:
+    reports = write_shards(run_dir, 10)
+    torn = run_dir.checkpoint_in_progress(10, 1) / rank_index(1)
+    torn.write_bytes(torn.read_bytes().replace(b"1", b"2"))
+    with pytest.raises(CommitError, match="rank-00001.json: its rank reported crc32:"):
+        commit(run_dir, job(run_dir), tuple(reports))
+    assert run_dir.committed_steps() == []
 
 
 @pytest.mark.parametrize("damage", ["missing", "short"])

@@ -45,8 +45,7 @@ def loss(model, cluster: str, tp: int, **wishes) -> float:
     return 1 - alone.predicted.step_time_s / split.predicted.step_time_s
 
 
-# Rates between nodes are per GPU and direction. "half" is half of what 400 Gbit/s promises: of these networks the one
-# that measured runs with tp across nodes fit (SWEEP).
+# Rates between nodes are per GPU and direction.
 CLUSTERS = {
     "infiniband": h100(4, inter_node_gb_s=50.0),
     "half": h100(4, inter_node_gb_s=25.0),
@@ -66,9 +65,10 @@ CLUSTERS = {
 
 
 # network → what tp=16 and tp=32 lose of their throughput at least, beyond what they lose where no node has an edge
-CLIFFS = {"half": (0.03, 0.08), "ethernet": (0.15, 0.15)}
-# tp → microbatch, tokens/s per GPU, measured on that many H100 in nodes of 8: huggingface/nanotron,
-# scripts/scaling_benchmarks.py; its model is not stated, its FLOPs are those of the 3.57B one of the same benchmark
+CLIFFS = {"infiniband": (0.02, 0.02), "half": (0.15, 0.1), "ethernet": (0.25, 0.15)}
+# tp → microbatch, tokens/s per GPU, measured on that many H100 in nodes of 8 with 400 Gbit/s per GPU: huggingface/
+# nanotron, scripts/scaling_benchmarks.py; its model is not stated, its FLOPs are those of the 3.57B one of the same
+# benchmark. The field's figures are of it: against tp=8 it loses 43% with 16 and 67% with 32.
 SWEEP = {2: (3, 14167), 4: (9, 13460), 8: (18, 10889), 16: (40, 6159), 32: (90, 3610)}
 SWEPT = ModelSpec(name="nanotron-3.57b", vocab_size=131072, dim=3072, num_layers=28, num_heads=32, num_kv_heads=32,
                   ffn_dim=8192)
@@ -80,16 +80,10 @@ SWEPT = ModelSpec(name="nanotron-3.57b", vocab_size=131072, dim=3072, num_layers
 def test_tp_loses_little_inside_a_node_and_falls_off_a_cliff_beyond(model, network):
     """Thinner matmuls and more messages cost tp something over NVLink too: the cliff is what its edge adds."""
     inside, edge = ([loss(model, cluster, tp) for tp in (8, 16, 32)] for cluster in ("no edge", network))
-    assert edge[0] < 0.35 and edge[0] == pytest.approx(inside[0], abs=0.02)
+    assert edge[0] < 0.35 and edge[0] == pytest.approx(inside[0], abs=0.03)  # replicas pay the network at tp=1
     assert edge == sorted(edge)
     for there, here, least in zip(edge[1:], inside[1:], CLIFFS[network]):
         assert there > here + least
-
-
-def test_the_figures_of_the_field_at_its_own_size():
-    """A model as wide as 70B over 25 GB/s per GPU: the field's 10%, 42% and 65%, each within 10 points."""
-    eight, sixteen, thirty_two = (loss(WIDE_33B, "half", tp) for tp in (8, 16, 32))
-    assert abs(eight - 0.10) < 0.1 and abs(sixteen - 0.42) < 0.1 and abs(thirty_two - 0.65) < 0.1
 
 
 def swept(cluster: ClusterSpec) -> dict[int, float]:
@@ -104,11 +98,19 @@ def swept(cluster: ClusterSpec) -> dict[int, float]:
     return found
 
 
-def test_a_measured_sweep_falls_as_over_25_gb_s_per_gpu():
+def test_a_measured_sweep_falls_as_it_fell_on_its_own_network():
     errors = {network: {tp: abs(ratio - 1) for tp, ratio in swept(CLUSTERS[network]).items()}
               for network in ("infiniband", "half", "ethernet")}
-    assert all(error < (0.1 if tp <= 8 else 0.2) for tp, error in errors["half"].items())
-    assert all(errors["half"][tp] < errors[other][tp] for tp in (16, 32) for other in ("infiniband", "ethernet"))
+    assert all(error < (0.1 if tp <= 8 else 0.2) for tp, error in errors["infiniband"].items())
+    assert all(errors["infiniband"][tp] < errors[other][tp] for tp in (16, 32) for other in ("half", "ethernet"))
+
+
+def test_the_figures_of_the_field():
+    """tp=8 over NVLink costs about 10%, of a model as wide as 70B; across nodes 16 cost 42% and 32 65%: each within 10
+    points."""
+    assert abs(loss(WIDE_33B, "infiniband", 8) - 0.10) < 0.1
+    rates = {tp: ratio * SWEEP[tp][1] for tp, ratio in swept(CLUSTERS["infiniband"]).items()}
+    assert abs(1 - rates[16] / rates[8] - 0.42) < 0.1 and abs(1 - rates[32] / rates[8] - 0.65) < 0.1
 
 
 def test_the_cliff_is_higher_over_slower_links_and_for_narrower_models():
