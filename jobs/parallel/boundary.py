@@ -51,11 +51,12 @@ class _Copy(torch.autograd.Function):
 
 
 class _Reduce(torch.autograd.Function):
-    """g: all-reduce forward, identity backward."""
+    """g: all-reduce forward, identity backward. Not in place: under recompute=selective the matmul's output is kept,
+    and where it is used again it must not have been summed already."""
 
     @staticmethod
     def forward(ctx, x, group):
-        ctx.mark_dirty(x)
+        x = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(x, group=group)
         return x
 
@@ -101,7 +102,7 @@ class Boundary:
         """Partial sums [batch, seq, dim] → their sum; this rank's tokens of it under sequence parallelism."""
         if self.sequence_parallel:
             return _ReduceScatter.apply(x, self.group)
-        return _Reduce.apply(x.contiguous(), self.group)
+        return _Reduce.apply(x, self.group)
 
     def entering(self, module: nn.Module, args: tuple) -> tuple:
         """A forward pre-hook."""
