@@ -3,6 +3,7 @@
 Called by orchestrator.load. Every value keeps the place it was written at, so that a refusal can name it.
 Knows the names of the included sections and nothing else of a config's meaning.
 """
+import json
 import os
 import re
 import typing
@@ -18,6 +19,7 @@ from jobs.spec.load import Problem, suggest
 
 INCLUDED = {"model": "models", "cluster": "clusters", "policy": "policies"}  # section → folder of configs/
 _KEY = re.compile(r"\w[\w-]*(\.\w[\w-]*)*")
+_TEXT = re.compile(r"\*|[^{\[\"'].*:(\s|$)")  # on a command line no alias has an anchor, and a mapping has braces
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 
@@ -96,12 +98,13 @@ def _lines(node: Any, prefix: str) -> dict[str, int]:
 def parse_overrides(overrides: list[str] | tuple[str, ...], problems: list[Problem]) -> Layer:
     leaves = {}
     for item in overrides:
-        key, equals, _ = item.partition("=")
+        key, equals, value = item.partition("=")
         if not equals or not _KEY.fullmatch(key):
             problems.append(Problem(where="command line", value=item, message="is not key=value, e.g. parallel.tp=2"))
             continue
         try:
-            leaves |= _flatten(typing.cast(dict, OmegaConf.to_container(OmegaConf.from_dotlist([item]))), "")
+            typed = f"{key}={json.dumps(value)}" if _TEXT.match(value) else item
+            leaves |= _flatten(typing.cast(dict, OmegaConf.to_container(OmegaConf.from_dotlist([typed]))), "")
         except (ValueError, AttributeError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
             problems.append(Problem(where=key, value=item, message=f"cannot be parsed: {first_line(error)}",
                                     origin="command line"))

@@ -145,6 +145,8 @@ def _unknown_key(key: str, *, own_model: bool) -> Problem | None:
         if part not in fields:
             where = ".".join(parts[: i + 1])
             message = f"unknown key; {_suggest_key(part, fields, '.'.join(parts[:i]))}"
+            if cls is OwnModel and part in {field.name for field in dataclasses.fields(ModelSpec)}:
+                message = "is of orc's own decoder, not of a model.entrypoint; set model=null, or leave one of them out"
             return Problem(where=where, value=None, message=message)
         cls = OwnModel if own_model and parts[:i + 1] == ["model"] else _dataclass_in(typing.get_type_hints(cls)[part])
     return None

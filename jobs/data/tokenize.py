@@ -141,6 +141,7 @@ def _encode(piece: Piece, recipe: Recipe) -> Encoded:
         problems += [Problem(where=f"{piece.path}:{document.line}", value=None, message="holds a text with byte 0, "
                              "which ends documents of bytes; take it out, or use a tokenizer file")
                      for document in documents if "\0" in document.text]
+        problems.sort(key=lambda problem: int(problem.where.rpartition(":")[2]))
         documents = [document for document in documents if "\0" not in document.text]
     sequences = []
     for document, tokens in zip(documents, tokenizer.encode([document.text for document in documents]), strict=True):

@@ -34,7 +34,7 @@ def flex_attention(q: Tensor, k: Tensor, v: Tensor, *, rule: Rule) -> Tensor:
 
 def _blocks(rule: Rule, *, batch: int, seq_len: int, device: torch.device, find: Callable):
     """The BlockMask, shared by all layers of the microbatch that have the same window."""
-    shared = {} if rule.tokens is None else rule.tokens.masks
+    shared = {} if rule.tokens is None else rule.tokens.shared
     if rule.kind.window not in shared:
         shared[rule.kind.window] = find(mask_mod(rule, seq_len=seq_len, device=device),
                                         batch if rule.starts is not None else None, None, seq_len, seq_len,
@@ -63,7 +63,7 @@ def mask_mod(rule: Rule, *, seq_len: int, device: torch.device) -> MaskMod:
         def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (key <= query) & (key >= lowest[query])
     else:
-        lowest = torch.maximum(lowest, rule.tokens.starts_here)  # [batch, seq]
+        lowest = torch.maximum(lowest, rule.starts)  # [batch, seq]
 
         def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (key <= query) & (key >= lowest[batch, query])

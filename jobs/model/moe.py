@@ -53,7 +53,7 @@ class MoE(nn.Module):
         """
         rows, (batch,) = tokens.rows.flatten(), tokens.weights.shape
         num_experts = scores.shape[-1]
-        counts = torch.bincount((rows[:, None] * num_experts + chosen).flatten(), minlength=batch * num_experts)
+        counts = occurrences((rows[:, None] * num_experts + chosen).flatten(), size=batch * num_experts)
         counts = counts.view(batch, num_experts)
         real = (tokens.weights > 0)[:, None]  # an empty slot's tokens are not counted
         loss = None
@@ -174,7 +174,13 @@ def sort_by_expert(chosen: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor]
     """[tokens, top_k] → the order [tokens·top_k] in which choices are grouped by expert, stable in the tokens, and
     how many choices each expert has, int64 [num_experts]."""
     flat = chosen.flatten()
-    return flat.argsort(stable=True), torch.bincount(flat, minlength=num_experts)
+    return flat.argsort(stable=True), occurrences(flat, size=num_experts)
+
+
+def occurrences(numbers: Tensor, *, size: int) -> Tensor:
+    """How often each of 0 … size − 1 occurs, int64 [size]. torch.bincount would wait for the device, to see the
+    largest."""
+    return numbers.new_zeros(size).scatter_add_(0, numbers, numbers.new_ones(()).expand_as(numbers))
 
 
 def invert(order: Tensor) -> Tensor:

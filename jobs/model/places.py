@@ -46,30 +46,39 @@ class Tokens:
     keys: Tensor | None  # int64 as the residual stream: what the token's random numbers come from; None draws none
     weights: Tensor | None  # float32 [batch]: share of each sequence in the step's mean; 0 for an empty slot
     sequence_keys: Tensor | None = None  # int64 [batch]: what `keys` come from
-    # int32 [batch, seq], where the document of each token begins, on the host and on the device; None: no documents
-    starts: Tensor | None = None
-    starts_here: Tensor | None = None
+    starts: Tensor | None = None  # int32 [batch, seq]: where the document of each token begins; None: no documents
     angles: tuple[Tensor, Tensor] | None = None  # cos and sin of what attention sees, if positions are rotary
-    masks: dict[Any, Any] = field(default_factory=dict)  # what all layers of this microbatch can share
+    shared: dict[Any, Any] = field(default_factory=dict)  # what all layers of this microbatch can share
+
+    @property
+    def starts_on_host(self) -> Tensor:
+        """`starts` for deciding which blocks are empty. As a rule it has come from there and nothing waits for the
+        device; FSDP's root moves all inputs of the model to the device, and it is fetched back once."""
+        if HOST not in self.shared:
+            self.shared[HOST] = self.starts.cpu()
+        return self.shared[HOST]
 
 
+HOST = "starts on the host"
 Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]  # positions [(batch,) seq] → cos, sin [(batch,) seq, 1, half a head]
 
 
 def locate(x: Tensor, *, places: Places, keys: Tensor | None, weights: Tensor | None, starts: Tensor | None = None,
            rotary: Rotary | None = None) -> Tokens:
     """The tokens of the residual stream x [batch, seq, dim]. Of whole sequences: keys and weights [batch], and starts
-    [batch, seq] on the host, where the document of each token begins."""
+    [batch, seq], best on the host, where the document of each token begins."""
     rows, positions = places.tokens(x.shape[0], x.shape[1], x.device)
     of_attention = places.positions(x.shape[1] * places.split, x.device)
     token_keys = None if keys is None else mix(keys[rows] + positions)
-    here = None
+    shared = {}
     if starts is not None:
-        here = starts.to(x.device, non_blocking=True)
-        positions = positions - here[rows, positions]
-        of_attention = of_attention - here[:, of_attention]  # [batch, seq]
+        if starts.device.type == "cpu":
+            shared[HOST] = starts
+        starts = starts.to(x.device, non_blocking=True)
+        positions = positions - starts[rows, positions]
+        of_attention = of_attention - starts[:, of_attention]  # [batch, seq]
     return Tokens(rows=rows, positions=positions, keys=token_keys, weights=weights, sequence_keys=keys, starts=starts,
-                  starts_here=here, angles=None if rotary is None else rotary(of_attention))
+                  angles=None if rotary is None else rotary(of_attention), shared=shared)
 
 
 def document_starts(documents: Tensor) -> Tensor:

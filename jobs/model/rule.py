@@ -59,7 +59,7 @@ class Rule:
 
     @property
     def starts(self) -> Tensor | None:
-        """int32 [batch, seq] on the host: where the document of each token begins."""
+        """int32 [batch, seq]: where the document of each token begins."""
         return None if self.tokens is None else self.tokens.starts
 
     @property
@@ -76,7 +76,7 @@ class Rule:
         window = 0 if self.kind.window is None else max(0, position - self.kind.window + 1)
         if self.starts is None:
             return window, window
-        of_documents = self.starts[:, position]  # on the host: nothing waits for the device
+        of_documents = self.tokens.starts_on_host[:, position]
         return max(window, int(of_documents.min())), max(window, int(of_documents.max()))
 
     def visible(self, block: Block, *, device: torch.device) -> Tensor | None:
@@ -92,8 +92,7 @@ class Rule:
         if self.kind.window is not None:
             seen = seen & (keys > queries - self.kind.window)
         if self.starts is not None:
-            starts = self.tokens.starts_here[:, block.first_query:last_query + 1]
-            seen = seen & (keys >= starts[..., None])
+            seen = seen & (keys >= self.starts[:, block.first_query:last_query + 1, None])
         return seen
 
     def is_triangle(self, block: Block) -> bool:

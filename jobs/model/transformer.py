@@ -85,7 +85,7 @@ class Transformer(nn.Module):
                 starts: Tensor | None = None) -> Tensor:
         """keys: int64 [batch], random keys of the sequences for dropout (none: nothing is dropped). weights: float32
         [batch], each sequence's share in the step's mean loss (none: experts are not balanced). starts: int32 [batch,
-        seq] of whole sequences, on the host: the position at which the document of each token begins, before which it
+        seq] of whole sequences, best on the host: the position at which the document of each token begins, before which it
         sees nothing (none: sequences are not packed)."""
         if self.is_first:
             x = self.embedding(x)

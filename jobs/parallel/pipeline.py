@@ -4,6 +4,7 @@ Called by jobs.parallel; the trainer sees `forward_backward` only. Schedules are
 gpipe (arXiv:1811.06965), 1f1b (2006.09503), interleaved_1f1b (2104.04473), interleaved_zero_bubble and zbv
 (2401.10241), dualpipev (2412.19437). The last three split backward in two, gradients of inputs and of weights; with
 recompute they do not: the first half is all of it, or torch would recompute a layer once for each of its weights.
+No computation waits for a send; receives are posted as early as they can be without ranks waiting for each other.
 
 Collectives over pp, per microbatch; A = microbatch_size·seq_len/cp·dim·bytes(param_dtype), divided by tp under
 sequence parallelism:
@@ -14,6 +15,7 @@ sequence parallelism:
     send / recv   first ↔ last              4·vocab·dim/(tp·fsdp)   once per step, tied embeddings only, and not where
                                             both are on one rank (zbv, dualpipev); fsdp = dp_shard·cp
 """
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -23,9 +25,11 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.pipelining import (PipelineStage, Schedule1F1B, ScheduleDualPipeV, ScheduleGPipe,
-                                          ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble)
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining import (PipelineStage, ScheduleDualPipeV, ScheduleInterleaved1F1B,
+                                          ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble)
+# what torch makes its schedules of several stages from
+from torch.distributed.pipelining.schedules import (_Action, _add_reduce_grad, _add_send_recv, _ComputationType,
+                                                    _PipelineScheduleRuntime)
 
 from jobs.mesh import local_of
 from jobs.spec.parallel import Layout
@@ -35,9 +39,34 @@ Shapes = tuple[Tensor, Tensor, Tensor]  # of a microbatch, on meta: token ids, w
 Loss = Callable[[Tensor, Tensor], Tensor]  # logits, targets of a microbatch → its share of the step's loss
 Accumulated = Callable[[nn.Parameter], None]  # told of every weight that a backward pass has added to
 
+
+class OneStage(_PipelineScheduleRuntime):
+    """Schedules of one stage per rank. torch's own post a receive when its message is needed, and wait for what they
+    have sent; this runs the same order as the schedules of several stages are run. `in_turn`: forwards and backwards
+    alternate, behind as many forwards as it takes until the first gradient is back; else all forwards come first."""
+
+    def __init__(self, stages: list[PipelineStage], num_microbatches: int, *, in_turn: bool, **options: Any) -> None:
+        super().__init__(stages, num_microbatches, **options)
+        last = self._num_stages - 1
+        order = {rank: _add_reduce_grad(_order(rank, num_microbatches, ahead=last - rank if in_turn else
+                                               num_microbatches), num_microbatches) for rank in range(last + 1)}
+        self._prepare_schedule_with_comms(_add_send_recv(order, stage_to_rank=lambda stage: stage, num_stages=last + 1),
+                                          format="compute_comms")
+        # taken as gathered: FSDP's hooks do that unit by unit, the runtime would gather the whole stage for a step
+        self.unsharded_stages.add(stages[0].stage_index)
+
+
+def _order(rank: int, num_microbatches: int, *, ahead: int) -> list[_Action]:
+    """`ahead`: forwards before the first that a backward follows."""
+    forwards, backwards = ([_Action(rank, kind, i) for i in range(num_microbatches)]
+                           for kind in (_ComputationType.FORWARD, _ComputationType.FULL_BACKWARD))
+    in_turn = [action for pair in zip(forwards[ahead:], backwards) for action in pair]
+    return forwards[:ahead] + in_turn + backwards[len(in_turn) // 2:]
+
+
 SCHEDULES = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
+    "gpipe": functools.partial(OneStage, in_turn=False),
+    "1f1b": functools.partial(OneStage, in_turn=True),
     "interleaved_1f1b": ScheduleInterleaved1F1B,
     "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
     "zbv": ScheduleZBVZeroBubble,
@@ -125,10 +154,8 @@ class Pipeline:
                         dw_builder=None if layout.recompute == "none" else _no_second_half,
                         accumulated=accumulated, reduce_every_microbatch=layout.reduce_every_microbatch)
                   for part, index in zip(model_parts, layout.stages(mesh.get_local_rank("pp")), strict=True)]
-        kind = SCHEDULES[layout.schedule]
         # scale_grads: the loss is already a share of the whole
-        self.schedule = kind(stages[0] if issubclass(kind, PipelineScheduleSingle) else stages,
-                             layout.num_microbatches, loss_fn=loss, scale_grads=False)
+        self.schedule = SCHEDULES[layout.schedule](stages, layout.num_microbatches, loss_fn=loss, scale_grads=False)
 
     def forward_backward(self, inputs: Tensor | None, targets: Tensor | None, sequences: dict[str, Tensor]) -> Tensor:
         args = (inputs,) if self.holds_first else ()

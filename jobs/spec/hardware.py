@@ -14,7 +14,7 @@ class GpuSpec:
     name: str
     memory_gib: float  # that a process can use
     peak_bf16_tflops: float
-    peak_fp32_tflops: float  # tf32 where there is one
+    peak_fp32_tflops: float  # IEEE's: training in float32 never uses TF32, whose products have 10 bits
     memory_bandwidth_gb_s: float
     matmul_efficiency: float
     link_gb_s: float  # per GPU and direction, inside the NVLink domain
@@ -49,23 +49,23 @@ _BLACKWELL = {"pcie_gb_s": 64.0, "multiprocessors": 148, "portable_attention": 0
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        #     name        GiB    bf16   fp32(tf32)  HBM GB/s  eff   link GB/s
-        _gpu("a100-40gb", 40.0, 312.0, 156.0, 1555.0, 0.87, 300.0, multiprocessors=108),
-        _gpu("a100-80gb", 80.0, 312.0, 156.0, 2039.0, 0.87, 300.0, multiprocessors=108),
-        _gpu("h100", 80.0, 989.0, 494.0, 3350.0, 0.80, 450.0, **_HOPPER),
+        #     name        GiB    bf16   fp32   HBM GB/s  eff   link GB/s
+        _gpu("a100-40gb", 40.0, 312.0, 19.5, 1555.0, 0.87, 300.0, multiprocessors=108),
+        _gpu("a100-80gb", 80.0, 312.0, 19.5, 2039.0, 0.87, 300.0, multiprocessors=108),
+        _gpu("h100", 80.0, 989.0, 67.0, 3350.0, 0.80, 450.0, **_HOPPER),
         # HBM2e and 500 W instead of 700: the ceiling of the same units is scaled by √(500/700); so are B300 and GB300
-        _gpu("h100-96gb", 95.0, 989.0, 494.0, 2400.0, 0.68, 450.0, **_HOPPER),
-        _gpu("h200", 141.0, 989.0, 494.0, 4800.0, 0.80, 450.0, **_HOPPER),
-        _gpu("h800", 80.0, 989.0, 494.0, 3350.0, 0.80, 200.0, **_HOPPER),
-        _gpu("b200", 180.0, 2250.0, 1125.0, 8000.0, 0.78, 900.0, peak_fp8_tflops=4500.0, peak_fp4_tflops=9000.0,
+        _gpu("h100-96gb", 95.0, 989.0, 67.0, 2400.0, 0.68, 450.0, **_HOPPER),
+        _gpu("h200", 141.0, 989.0, 67.0, 4800.0, 0.80, 450.0, **_HOPPER),
+        _gpu("h800", 80.0, 989.0, 67.0, 3350.0, 0.80, 200.0, **_HOPPER),
+        _gpu("b200", 180.0, 2250.0, 75.0, 8000.0, 0.78, 900.0, peak_fp8_tflops=4500.0, peak_fp4_tflops=9000.0,
              nic_gb_s=50.0, **_BLACKWELL),
-        _gpu("b300", 268.0, 2250.0, 1125.0, 8000.0, 0.82, 900.0, peak_fp8_tflops=4500.0, peak_fp4_tflops=13500.0,
+        _gpu("b300", 268.0, 2250.0, 75.0, 8000.0, 0.82, 900.0, peak_fp8_tflops=4500.0, peak_fp4_tflops=13500.0,
              nic_gb_s=100.0, **_BLACKWELL),
-        _gpu("gb200", 186.0, 2500.0, 1250.0, 8000.0, 0.73, 900.0, peak_fp8_tflops=5000.0, peak_fp4_tflops=10000.0,
+        _gpu("gb200", 186.0, 2500.0, 80.0, 8000.0, 0.73, 900.0, peak_fp8_tflops=5000.0, peak_fp4_tflops=10000.0,
              nvlink_domain=72, nic_gb_s=50.0, **_BLACKWELL),
-        _gpu("gb300", 277.0, 2500.0, 1250.0, 8000.0, 0.79, 900.0, peak_fp8_tflops=5000.0, peak_fp4_tflops=15000.0,
+        _gpu("gb300", 277.0, 2500.0, 80.0, 8000.0, 0.79, 900.0, peak_fp8_tflops=5000.0, peak_fp4_tflops=15000.0,
              nvlink_domain=72, nic_gb_s=100.0, **_BLACKWELL),
-        _gpu("mi300x", 192.0, 1307.0, 653.0, 5300.0, 0.51, 448.0, peak_fp8_tflops=2614.0, nic_gb_s=50.0,
+        _gpu("mi300x", 192.0, 1307.0, 163.4, 5300.0, 0.51, 448.0, peak_fp8_tflops=2614.0, nic_gb_s=50.0,
              pcie_gb_s=64.0, multiprocessors=304),
         # One rank of a virtual node. Peak: one AVX2 core shared by four ranks, measured with a float32
         # GEMM on 2 cores; a cluster file may override it (cluster.peak_tflops).

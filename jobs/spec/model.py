@@ -69,6 +69,10 @@ class ModelSpec:
     moe: MoeSpec | None = None
     mla: MlaSpec | None = None
 
+    def __hash__(self) -> int:
+        """Of a few fields: a search asks for it by the million, and equality still tells models apart."""
+        return hash((self.name, self.num_layers, self.dim))
+
     @property
     def head_size(self) -> int:
         return self.dim // self.num_heads if self.head_dim is None else self.head_dim

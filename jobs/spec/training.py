@@ -69,7 +69,7 @@ class TrainingSpec:
     global_batch_size: int  # sequences per optimizer step, whatever the layout
     seed: int = 0
     initial_weights: str | None = None  # folder of Hugging Face safetensors to start from; None: random, from the seed
-    param_dtype: DType = "float32"  # forward and backward; master weights stay float32
+    param_dtype: DType = "float32"  # forward and backward (float32: never TF32); master weights stay float32
     reduce_dtype: DType = "float32"  # gradient reduction
     compile: bool = False  # torch.compile of each layer: a first step of many seconds, and fewer and larger kernels
     z_loss: float = 0.0  # weight of the mean of log²(Σ exp(logits)) in the loss (PaLM, arXiv:2204.02311, §5: 1e-4)

@@ -38,8 +38,7 @@ class PeakMemory(TorchDispatchMode):
         self._moved: set[int] = set()  # by collectives of data parallelism
         self._now = self._peak = 0
         self._division = dict.fromkeys(MEMORY, 0)
-        states = [t for state in optimizer.adamw.state.values() for t in state.values()]
-        self._states = {_key(tensor) for tensor in states}
+        self._states = {_key(tensor) for tensor in optimizer.state}
         self._parameters: dict[int, int] = {}  # bytes by storage: under ZeRO-1 rows of whole weights
         for local in map(local_of, parallel.parameters.values()):
             self._parameters[_key(local)] = self._parameters.get(_key(local), 0) + local.numel() * local.element_size()
@@ -48,7 +47,7 @@ class PeakMemory(TorchDispatchMode):
         # whole weights beside their masters, and the routers' state
         buffers = [buffer for part in parallel.model_parts for buffer in part.buffers()]
         self._weights = {_key(local_of(tensor)) for tensor in (*self._parts, *buffers)}
-        for tensor in (*self._parts, *buffers, *parallel.parameters.values(), *states):
+        for tensor in (*self._parts, *buffers, *parallel.parameters.values(), *optimizer.state):
             self._see(local_of(tensor))
 
     @property

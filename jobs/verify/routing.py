@@ -1,8 +1,8 @@
 """Even routing for a step without values: of every count the trainer waits for, the value that an even load gives.
 
 Where tokens go decides the shapes of what experts get, so a count cannot be left unknown. This mode, outside of
-FakeTensorMode, answers the operations that make counts (bincount, the exchange of counts) with even ones and carries
-them through whatever arithmetic follows, so that the trainer's own `.tolist()` finds them.
+FakeTensorMode, answers the operations that make counts (jobs.model.moe.occurrences, their exchange) with even ones and
+carries them through whatever arithmetic follows, so that the trainer's own `.tolist()` finds them.
 """
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ class EvenRouting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is aten.bincount.default:
-            return self._count(args[0], kwargs.get("minlength", args[2] if len(args) > 2 else 0))
+        if func is aten.scatter_add_.default and args[0].dtype == torch.int64:
+            return self._count(args[0], chosen=args[2])
         if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             return _grouped(func, args, kwargs)
         if func.namespace == "c10d":
@@ -41,11 +41,10 @@ class EvenRouting(TorchDispatchMode):
             self._known[out] = value
         return outs
 
-    def _count(self, chosen: Tensor, bins: int) -> Tensor:
-        counts = chosen.new_zeros(bins, dtype=torch.int64)
+    def _count(self, counts: Tensor, *, chosen: Tensor) -> Tensor:
         with _disable_current_modes():
-            each, surplus = divmod(chosen.numel(), bins)
-            self._known[counts] = each + (torch.arange(bins) < surplus)
+            each, surplus = divmod(chosen.numel(), len(counts))
+            self._known[counts] = each + (torch.arange(len(counts)) < surplus)
         return counts
 
     def _exchange(self, func, args: tuple, kwargs: dict):

@@ -78,8 +78,7 @@ def plan_question(question: Question, *, headroom: float, convention: AttentionC
         axes=effects,
         search_s=clock() - started,
         refused=search.space.ledger.refusals(),
-        untrained=tuple(str(p) for p in (*support.model_problems(question.model),
-                                         *support.layout_problems(winner.layout))),
+        untrained=tuple(str(p) for p in (*support.model_problems(question.model), *question.untrained(winner.layout))),
     )
 
 

@@ -65,6 +65,7 @@ class Bounds:
         self._covers = functools.cache(self._cover_seconds)
         self._split_stages = functools.cache(self._stages_of)
         self._weights = functools.cache(lambda tp: dense_weights(self.model, tp=tp))
+        self._kinds = functools.cache(self._stage_kinds)
         self.rest = functools.cache(self._rest)
         self._least_rest = functools.cache(self._least_of)
 
@@ -135,14 +136,19 @@ class Bounds:
 
     def _stages_of(self, one: Pass, pp: int, layers_per_stage: tuple[int, ...]) -> tuple[StageTimes, ...]:
         send_s = self._send_s(pp, one)
-        last, known, found, start = len(layers_per_stage) - 1, {}, [], 0
+        kinds, kind_of = self._kinds(layers_per_stage)
+        found = [self.stage_s(one, *kind, send_s) for kind in kinds]
+        return tuple([found[kind] for kind in kind_of])
+
+    def _stage_kinds(self, layers_per_stage: tuple[int, ...]) -> tuple[list[tuple], list[int]]:
+        """Stages that differ (layers, whether first, whether last), and which of them each stage is."""
+        known: dict[tuple, int] = {}
+        kind_of, last, start = [], len(layers_per_stage) - 1, 0
         for stage, layers in enumerate(layers_per_stage):
-            key = (like_layers(self.model, start, start + layers), stage == 0, stage == last)
-            if key not in known:
-                known[key] = self.stage_s(one, *key, send_s)
-            found.append(known[key])
+            kind = (like_layers(self.model, start, start + layers), stage == 0, stage == last)
+            kind_of.append(known.setdefault(kind, len(known)))
             start += layers
-        return tuple(found)
+        return list(known), kind_of
 
     def _stage_s(self, one: Pass, layers: tuple[tuple, ...], first: bool, last: bool, send_s: float) -> StageTimes:
         parts = [(count, self.layer_s(one, self._kind_of[moe, window])) for moe, window, count in layers]

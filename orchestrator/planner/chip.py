@@ -5,7 +5,7 @@ tiles leave idle. It knows the chip; models and layouts are elsewhere.
 """
 import functools
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from jobs.spec.training import DTYPE_BYTES, TrainingSpec
 from orchestrator.cluster import ClusterSpec
@@ -16,8 +16,7 @@ from orchestrator.planner.software import Software
 TILES = ((256, 128, 1.0), (128, 128, 0.95), (64, 128, 0.80))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Chip:
+class Chip(NamedTuple):
     """What one rank computes with."""
 
     device: str

@@ -5,6 +5,7 @@ Called by the cost model per kind of layer. What is no matmul moves bytes. It kn
 """
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jobs.spec.counts import layer_attention_flops_per_token, num_ffn_matrices
 from jobs.spec.model import ModelSpec
@@ -14,9 +15,8 @@ from orchestrator.planner.chip import Chip, matmul_s, with_launches
 from orchestrator.planner.software import Software
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
-    """One microbatch as one rank sees it. Hashable: a layer of a shape is computed once."""
+class Shape(NamedTuple):
+    """One microbatch as one rank sees it. A layer of a shape is computed once."""
 
     tokens: int  # microbatch_size · seq_len / cp
     seq_len: int

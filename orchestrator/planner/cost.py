@@ -178,19 +178,29 @@ def _stage_costs(model: ModelSpec, layout: Layout, *, training: TrainingSpec, cl
                  software: Software) -> list[StageCost]:
     """Cost of every stage; equal ones are computed once."""
     shape: Shape = shape_of(layout, seq_len=training.seq_len)
-    last, pp = layout.num_stages - 1, layout.dims.pp
-    known: dict[tuple, StageCost] = {}
-    costs, start = [], 0
-    for stage, layers in enumerate(layout.layers_per_stage):
-        turn = stage if layout.schedule in V_SCHEDULES and stage in (pp - 1, pp) else None  # of a V: sends nothing
-        kind = (stage == 0, stage == last, gather_passes(layout, stage=stage), turn,
-                like_layers(model, start, start + layers))
+    known: dict[int, StageCost] = {}
+    like = _stages_like(model, layout.layers_per_stage, layout.schedule, layout.dims.pp)
+    if layout.reshard_after_forward and layout.dims.pp > 1:  # stages gather at different times
+        passes = [gather_passes(layout, stage=stage) for stage in range(layout.num_stages)]
+        firsts: dict[tuple, int] = {}
+        like = tuple(firsts.setdefault(kind, stage) for stage, kind in enumerate(zip(like, passes)))
+    for stage in dict.fromkeys(like):
+        known[stage] = stage_cost(model, layout, training=training, cluster=cluster, stage=stage, shape=shape,
+                                  chip=chip, software=software)
+    return [known[stage] for stage in like]
+
+
+@functools.lru_cache(maxsize=4096)  # asked for every layout
+def _stages_like(model: ModelSpec, layers_per_stage: tuple[int, ...], schedule: Schedule, pp: int) -> tuple[int, ...]:
+    """For every stage the first one that is like it: in its layers, the ends of the model, and what it sends."""
+    last, start, firsts = len(layers_per_stage) - 1, 0, {}
+    found = []
+    for stage, layers in enumerate(layers_per_stage):
+        turn = stage if schedule in V_SCHEDULES and stage in (pp - 1, pp) else None  # of a V: sends nothing
+        kind = (stage == 0, stage == last, turn, like_layers(model, start, start + layers))
+        found.append(firsts.setdefault(kind, stage))
         start += layers
-        if kind not in known:
-            known[kind] = stage_cost(model, layout, training=training, cluster=cluster, stage=stage, shape=shape,
-                                     chip=chip, software=software)
-        costs.append(known[kind])
-    return costs
+    return tuple(found)
 
 
 def _update_s(model: ModelSpec, layout: Layout, *, chip: Chip) -> float:

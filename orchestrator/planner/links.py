@@ -3,11 +3,12 @@
 Called by the list of transfers, and by placement for its own check of tensor parallelism. Ranks are numbered
 node-major; time is α–β: a latency per hop, and bytes over the bandwidth of the slowest link on the way.
 """
+import functools
 import math
 from dataclasses import dataclass
 
 from jobs.spec.parallel import ParallelDims
-from orchestrator.cluster import ClusterSpec
+from orchestrator.cluster import ClusterSpec, SwitchSpec
 from orchestrator.planner import constants
 from orchestrator.planner.plan import Link, Op
 
@@ -39,21 +40,28 @@ def axis_group(dims: ParallelDims, axis: str, *, gpus_per_node: int) -> Group:
 
 def placed_group(dims: ParallelDims, axis: str, *, cluster: ClusterSpec) -> Group:
     """axis_group on this cluster: an island is an NVLink domain, which may span nodes, and switches may narrow."""
+    return _placed(dims, axis, gpus_per_node=cluster.gpus_per_node, domain_gpus=cluster.domain_gpus,
+                   switches=tuple(cluster.switches))
+
+
+@functools.lru_cache(maxsize=65536)  # asked for every stage of many layouts
+def _placed(dims: ParallelDims, axis: str, *, gpus_per_node: int, domain_gpus: int,
+            switches: tuple[SwitchSpec, ...]) -> Group:
     degree, stride = _extent(dims, axis)
-    group = axis_group(dims, axis, gpus_per_node=_island(stride * degree, cluster=cluster))
-    nodes = -(-stride * degree // cluster.gpus_per_node)
+    island = _island(stride * degree, per_node=gpus_per_node, domain=domain_gpus)
+    group = axis_group(dims, axis, gpus_per_node=island)
+    nodes = -(-stride * degree // gpus_per_node)
     if group.nodes == 1:
         link = "intra_node" if nodes <= 1 else "nvlink_domain"
         return Group(ranks=degree, nodes=1, per_node=group.per_node, link=link)
-    narrowing = math.prod(switch.oversubscription for switch in cluster.switches if nodes > switch.nodes)
-    link = "spine" if any(nodes > switch.nodes for switch in cluster.switches) else "inter_node"
+    narrowing = math.prod(switch.oversubscription for switch in switches if nodes > switch.nodes)
+    link = "spine" if any(nodes > switch.nodes for switch in switches) else "inter_node"
     return Group(ranks=degree, nodes=group.nodes, per_node=group.per_node, link=link, narrowing=narrowing)
 
 
-def _island(span: int, *, cluster: ClusterSpec) -> int:
+def _island(span: int, *, per_node: int, domain: int) -> int:
     """GPUs of an NVLink domain that a job can use where its groups span `span` ranks: of a rack of 72 a group of 64
     takes 64 and leaves the other nodes alone."""
-    per_node, domain = cluster.gpus_per_node, cluster.domain_gpus
     if domain == per_node:
         return domain
     whole = range(domain - domain % per_node, 0, -per_node)

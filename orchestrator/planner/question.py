@@ -5,7 +5,10 @@ Made by the planner's entry, read by rules, enumeration and explanations. Data o
 import math
 from dataclasses import dataclass
 
+from jobs.spec import support
+from jobs.spec.load import Problem
 from jobs.spec.model import ModelSpec
+from jobs.spec.parallel import Layout
 from jobs.spec.training import TrainingSpec
 from orchestrator.cluster import ClusterSpec
 from orchestrator.request import ParallelRequest
@@ -24,10 +27,18 @@ class Question:
     num_nodes: int  # that may train: spares are not among them
     allow_tp_across_nodes: bool
     trainable: bool = False  # only what this version's trainer runs
+    document_mask: bool = False
 
     @property
     def world_size(self) -> int:
         return self.num_nodes * self.cluster.gpus_per_node
+
+    def untrained(self, layout: Layout) -> list[Problem]:
+        """Why this version's trainer does not run the layout; empty if it does."""
+        found = support.layout_problems(layout)
+        if self.training.compile:
+            found += support.compile_problems(layout, model=self.model, documents=self.document_mask)
+        return found
 
 
 def divisors(n: int) -> list[int]:

@@ -32,6 +32,12 @@ def stages_of(schedule: Schedule, *, rank: int, pp: int, virtual_stages: int) ->
     return tuple(rank + chunk * pp for chunk in range(virtual_stages))
 
 
+@functools.lru_cache(maxsize=4096)
+def stages_by_rank(schedule: Schedule, pp: int, virtual_stages: int) -> tuple[tuple[int, ...], ...]:
+    """stages_of every rank."""
+    return tuple(stages_of(schedule, rank=rank, pp=pp, virtual_stages=virtual_stages) for rank in range(pp))
+
+
 def rank_of(schedule: Schedule, *, stage: int, pp: int) -> int:
     """The pipeline rank that holds a stage."""
     if schedule in V_SCHEDULES:

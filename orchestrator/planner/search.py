@@ -21,8 +21,7 @@ from orchestrator.planner.pipeline_rules import zero_problems
 from orchestrator.planner.plan import GIB
 from orchestrator.planner.question import Question
 from orchestrator.planner.space import Space
-from orchestrator.planner.timeline import pipeline_s
-from orchestrator.planner.waiting import Costed, Effort, Group, Part, Queue, Timed
+from orchestrator.planner.waiting import Costed, Effort, Group, Part, Queue, Timed, uncollected
 from orchestrator.planner.ways import Ways
 
 MOST_DROPPED = 64  # remembered, to show what was too big
@@ -91,6 +90,7 @@ class Search:
                 else:
                     self._time(item, bound_s, queue)
 
+    @uncollected
     def best(self, count: int, *, key: Callable[[Layout], Any] = lambda layout: layout.dims,
              groups: Sequence[Group] = ()) -> tuple[list[Priced], dict[str, Priced]]:
         """The `count` fastest that fit and differ in `key`; and the fastest of each group that has any, by name."""
@@ -185,13 +185,6 @@ class Search:
         pipeline_s = self.ways.run(layout.schedule, stages=item.stages, virtual_stages=layout.virtual_stages,
                                    num_microbatches=layout.num_microbatches)
         queue.push(item.rest_s + pipeline_s, Timed(layout), rank=item.held_bytes)
-
-    def step_s(self, layout: Layout) -> float:
-        """As price, the step time alone."""
-        costs = self.costs(layout)
-        return costs.tail_s + costs.update_s + pipeline_s(
-            layout.schedule, stages=costs.times(), virtual_stages=layout.virtual_stages,
-            num_microbatches=layout.num_microbatches)
 
     # -------------------------------------------------------------- what fits
     def _held_bytes(self, layout: Layout) -> float | None:

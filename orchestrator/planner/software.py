@@ -42,5 +42,9 @@ class Software:
     collectives_by_tensor: bool = False  # data parallelism sends every parameter by itself, not a block at once
     ports: float | None = None  # network ports of a node that one collective keeps busy at most; None: one per rank
 
+    def __hash__(self) -> int:
+        """Of a few fields: a search asks for it by the million, and equality still tells trainers apart."""
+        return hash((self.matmul_dtype, self.fused_kernels, self.keeps_half_weights))
+
 
 OURS = Software()

@@ -9,8 +9,6 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from jobs.spec import support
-from jobs.spec.load import Problem
 from jobs.spec.parallel import CpMethod, Layout, ParallelDims, Recompute, Schedule
 from orchestrator.request import CHOICES
 from orchestrator.planner import choices, pipeline_rules, rules
@@ -140,14 +138,8 @@ class Space:
             for zero, unit, each in self.shardings(dims, variant):
                 layout = self.layout(shape, variant, one, dims=dims, zero_stage=zero, layers_per_unit=unit,
                                      reduce_every_microbatch=each)
-                if not (self.question.trainable and self.ledger.refuse("trainer", self._untrained(layout))):
+                if not (self.question.trainable and self.ledger.refuse("trainer", self.question.untrained(layout))):
                     yield layout
-
-    def _untrained(self, layout: Layout) -> list[Problem]:
-        found = support.layout_problems(layout)
-        if self.question.training.compile:
-            found += support.compile_problems(layout, model=self.question.model, documents=False)
-        return found
 
     @staticmethod
     def layout(shape: Shape, variant: Variant, one: Pass, **rest: Any) -> Layout:

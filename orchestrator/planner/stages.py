@@ -40,7 +40,12 @@ class StageCost:
     exposed_backward_s: float
     send_s: float  # of one message to the next stage
     tail_s: float  # once per step: reductions that the last backward cannot hide
-    transfers: tuple[Transfer, ...]
+    told: tuple[Transfer, ...]  # exposed in full
+    exposures_s: tuple[float, ...]  # of each, what compute does not hide
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        return tuple(dataclasses.replace(one, exposed_s=seconds) for one, seconds in zip(self.told, self.exposures_s))
 
     @property
     def compute_s(self) -> float:
@@ -78,25 +83,27 @@ def stage_cost(model: ModelSpec, layout: Layout, *, training: TrainingSpec, clus
                shape: Shape, chip: Chip, software: Software, inner: bool = False) -> StageCost:
     """Raises nothing: any legal layout has a cost. `inner` leaves out what pp and data parallelism send."""
     compute = compute_times(model, layout, stage=stage, shape=shape, chip=chip, software=software)
-    transfers = list(stage_transfers(model, layout, training=training, cluster=cluster, stage=stage,
-                                     software=software, inner=inner))
+    transfers = stage_transfers(model, layout, training=training, cluster=cluster, stage=stage, software=software,
+                                inner=inner)
+    exposed = [one.seconds for one in transfers]
     m = layout.num_microbatches
     slowed = [0.0, 0.0, 0.0]  # forward, backward, tail: what hiding costs the compute
     if cluster.device == "cuda":
-        slowed = _hide_all(transfers, layout, stage=stage, compute=compute, software=software)
+        slowed = _hide_all(transfers, exposed, layout, stage=stage, compute=compute, software=software)
     by_phase = {"forward": slowed[0] * m, "backward": slowed[1] * m, "step": slowed[2]}
-    for one in transfers:
+    for one, exposed_s in zip(transfers, exposed):
         if one.axis != "pp" or one.phase == "step":  # what waits for messages is the timeline's to say
-            by_phase[one.phase] += one.exposed_s
+            by_phase[one.phase] += exposed_s
     sends = [one.seconds / one.times for one in transfers if one.axis == "pp" and one.phase == "forward"]
     return StageCost(forward_s=compute.forward_s, backward_s=compute.backward_s, weights_s=compute.weights_s,
                      exposed_forward_s=by_phase["forward"] / m, exposed_backward_s=by_phase["backward"] / m,
-                     send_s=sends[0] if sends else 0.0, tail_s=by_phase["step"], transfers=tuple(transfers))
+                     send_s=sends[0] if sends else 0.0, tail_s=by_phase["step"], told=transfers,
+                     exposures_s=tuple(exposed))
 
 
-def _hide_all(transfers: list[Transfer], layout: Layout, *, stage: int, compute: LayerTimes,
-              software: Software) -> list[float]:
-    """Set exposed_s of every transfer. Returns what the hidden part costs: per forward, per backward, per step."""
+def _hide_all(transfers: tuple[Transfer, ...], exposed: list[float], layout: Layout, *, stage: int,
+              compute: LayerTimes, software: Software) -> list[float]:
+    """Set what is exposed of every transfer. Returns what the hidden part costs: per forward, per backward, per step."""
     m = layout.num_microbatches
     hidden = {"forward": 0.0, "backward": 0.0, "step": 0.0}
     alike: dict[tuple[str, str, str], list[int]] = {}
@@ -111,8 +118,8 @@ def _hide_all(transfers: list[Transfer], layout: Layout, *, stage: int, compute:
         exposed_s = min(total_s, max(total_s - covered_s, edge_s))
         for i in chosen:
             share = transfers[i].seconds / total_s if total_s else 0.0
-            transfers[i] = dataclasses.replace(transfers[i], exposed_s=share * exposed_s)
-            hidden[transfers[i].phase] += transfers[i].seconds - transfers[i].exposed_s
+            exposed[i] = share * exposed_s
+            hidden[transfers[i].phase] += transfers[i].seconds - exposed[i]
 
     def of(*axes: str, phase: str, op: str | None = None) -> list[int]:
         return [i for (axis, when, how), found in alike.items()

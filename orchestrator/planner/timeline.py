@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jobs.spec.parallel import ZERO_BUBBLE_SCHEDULES, Schedule
-from orchestrator.planner.schedules import stages_of
+from orchestrator.planner.schedules import stages_by_rank
 from orchestrator.planner.walk import WIDTH, Program, Way, listed
 
 # Microbatches after which a step only repeats its steady state: rounds of the pipeline, and at least so many.
@@ -139,13 +139,12 @@ def lower_bound_s(schedule: Schedule, *, stages: tuple[StageTimes, ...], virtual
     has to run back to the first stage."""
     pp = len(stages) // virtual_stages
     split = schedule in ZERO_BUBBLE_SCHEDULES
+    work = [num_microbatches * (one.forward_s + one.backward_s) for one in stages]
+    later = [num_microbatches * one.weights_s if split else 0.0 for one in stages]
     bound, fill_s, drain_s = 0.0, 0.0, 0.0
-    for rank in range(pp):
-        own = [stages[s] for s in stages_of(schedule, rank=rank, pp=pp, virtual_stages=virtual_stages)]
-        work_s = num_microbatches * sum(one.work_s for one in own)
-        weights_s = num_microbatches * sum(one.weights_s for one in own) if split else 0.0
-        bound = max(bound, fill_s + work_s, fill_s + work_s - weights_s + drain_s)
-        first = stages[rank]
+    for first, own in zip(stages, stages_by_rank(schedule, pp, virtual_stages)):
+        work_s = sum([work[s] for s in own])
+        bound = max(bound, fill_s + work_s, fill_s + work_s - sum([later[s] for s in own]) + drain_s)
         fill_s += first.forward_s + first.send_s
         drain_s += first.backward_s - (first.weights_s if split else 0.0) + first.send_s
     return bound

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jobs.spec.parallel import Schedule
-from orchestrator.planner.schedules import Action, order, rank_of
+from orchestrator.planner.schedules import Action, Kind, order, rank_of
 
 # Durations of stage s have the numbers WIDTH·s + these; behind those of all stages comes a zero.
 KINDS = {"F": 0, "B": 1, "I": 2, "W": 3}
@@ -90,7 +90,7 @@ def listed(schedule: Schedule, *, pp: int, virtual_stages: int, num_microbatches
             raise RuntimeError(f"the {schedule} schedule of {num_microbatches} microbatches on {pp} ranks waits for "
                                "itself")
         waiting = [rank for rank in waiting if position[rank] < len(orders[rank])]
-    return Program(*listing.columns, tuple(listing.ranks))
+    return Program(*(array("i", column) for column in zip(*listing.rows)), tuple(listing.ranks))
 
 
 class _Listing:
@@ -104,51 +104,46 @@ class _Listing:
         # numbers by microbatch; 0: not listed yet. Forwards and backwards of each stage
         self.forward = [[0] * num_microbatches for _ in range(num_stages)]
         self.backward = [[0] * num_microbatches for _ in range(num_stages)] + [self.forward[top]]
-        self.columns = tuple(array("i", [0]) for _ in range(5))
+        self.rows = [(0, 0, 0, 0, 0)]  # as the columns of Program
         self.ranks = [array("i") for _ in range(pp)]
 
     def walk(self, rank: int, actions: list[Action], at: int) -> int:
         """As far as inputs are listed. Returns where it stopped."""
+        add, source, forward, backward = self._add, self._source, self.forward, self.backward
         while at < len(actions):
-            one = actions[at]
-            needed, message = self._source(one)
+            kind, stage, microbatch, with_next = actions[at]
+            needed, message = source(kind, stage, microbatch)
             if needed < 0:
                 break
-            if one.with_next:  # both begin when both have their inputs, and have no result before both are done
-                second = actions[at + 1]
-                other = self._source(second)
+            if with_next:  # both begin when both have their inputs, and have no result before both are done
+                second, of, which, _ = actions[at + 1]
+                other = source(second, of, which)
                 if other[0] < 0:
                     break
-                self._add(rank, needed, message, self.none, one.microbatch)
-                self._add(rank, *other, WIDTH * one.stage + KINDS[one.kind], one.microbatch)
-                number = self._add(rank, 0, self.none, WIDTH * second.stage + KINDS[second.kind], second.microbatch)
-                self.forward[one.stage][one.microbatch] = self.backward[second.stage][second.microbatch] = number
+                add(rank, needed, message, self.none, microbatch)
+                add(rank, *other, WIDTH * stage + KINDS[kind], microbatch)
+                number = add(rank, 0, self.none, WIDTH * of + KINDS[second], which)
+                forward[stage][microbatch] = backward[of][which] = number
                 at += 2
                 continue
-            number = self._add(rank, needed, message, WIDTH * one.stage + KINDS[one.kind], one.microbatch)
-            if one.kind == "F":
-                self.forward[one.stage][one.microbatch] = number
-            elif one.kind != "W":
-                self.backward[one.stage][one.microbatch] = number
+            number = add(rank, needed, message, WIDTH * stage + KINDS[kind], microbatch)
+            if kind == "F":
+                forward[stage][microbatch] = number
+            elif kind != "W":
+                backward[stage][microbatch] = number
             at += 1
         return at
 
-    def _source(self, action: Action) -> tuple[int, int]:
-        """Whose result the action needs, −1 if that is not listed yet, and the message that it comes in."""
-        stage = action.stage
-        if action.kind == "W" or (action.kind == "F" and stage == 0):
+    def _source(self, kind: Kind, stage: int, microbatch: int) -> tuple[int, int]:
+        """Whose result a computation needs, −1 if that is not listed yet, and the message that it comes in."""
+        if kind == "W" or (kind == "F" and stage == 0):
             return 0, self.none
-        if action.kind == "F":
-            return self.forward[stage - 1][action.microbatch] or -1, self.down[stage - 1]
-        return self.backward[stage + 1][action.microbatch] or -1, self.down[stage]
+        if kind == "F":
+            return self.forward[stage - 1][microbatch] or -1, self.down[stage - 1]
+        return self.backward[stage + 1][microbatch] or -1, self.down[stage]
 
     def _add(self, rank: int, needed: int, message: int, duration: int, microbatch: int) -> int:
-        before, needs, messages, durations, microbatches = self.columns
-        number, own = len(before), self.ranks[rank]
-        before.append(own[-1] if own else 0)
-        needs.append(needed)
-        messages.append(message)
-        durations.append(duration)
-        microbatches.append(microbatch)
+        number, own = len(self.rows), self.ranks[rank]
+        self.rows.append((own[-1] if own else 0, needed, message, duration, microbatch))
         own.append(number)
         return number

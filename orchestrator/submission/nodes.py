@@ -58,7 +58,7 @@ def switch_paths(topology: str) -> dict[str, tuple[str, ...]]:
 
 def natural(name: str) -> list[tuple[int, int, str]]:
     """Sort key by which n2 comes before n10."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name) if part]
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name) if part]
 
 
 def own_address(nodes: tuple[str, ...], *, own: str) -> str:

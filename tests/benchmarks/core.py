@@ -6,12 +6,11 @@ Ours is the whole trainer (loader, metrics, fault hooks, reports); the others ar
 the same decoder, with tokens already in memory. All contenders of a layout are alive in the same ranks and take turns,
 a few steps each, so that a noisy neighbour slows all of them; what counts is the median of the ratios of neighbouring
 turns. Beside it the same of the CPU time of one rank, which others on the machine disturb less. Peak memory is of a run
-of its own: resident memory above that of the freshly forked rank.
+of its own: anonymous memory above that of the freshly forked rank.
 """
 import argparse
 import contextlib
 import os
-import resource
 import statistics
 import tempfile
 import time
@@ -31,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from jobs.optim import learning_rate
 from jobs.spec.events import StepReport
 from jobs.spec.job import JobSpec
-from tests.benchmarks.decoder import MODEL, TRAINING, decoder, split_by_dtensor
+from tests.benchmarks.decoder import MODEL, TRAINING, decoder, forget_peak, peak_bytes, split_by_dtensor
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import ListRecorder, build_trainer, job, layout
 
@@ -157,12 +156,11 @@ def ratio(theirs: list[float], ours: list[float]) -> float:
     return statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
 
 
-def peak_bytes(spec: JobSpec, build: Callable[[JobSpec], Turn]) -> int:
+def peak_alone(spec: JobSpec, build: Callable[[JobSpec], Turn]) -> int:
     """Of this rank, over a few steps, above a freshly forked one."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    turn = build(spec)
-    turn(4)
-    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    before = forget_peak()
+    build(spec)(4)
+    return peak_bytes(before)
 
 
 def measure(name: str, folder: Path, *, rounds: int, steps: int) -> None:
@@ -178,7 +176,7 @@ def measure(name: str, folder: Path, *, rounds: int, steps: int) -> None:
         beside = f"data {100 * mine.waiting:.2f}%"
         if contender != "ours":
             beside = f"ours × {ratio(theirs.seconds, mine.seconds):.3f}, CPU × {ratio(theirs.cpu_s, mine.cpu_s):.3f}"
-        peak = max(run_ranks(peak_bytes, world_size=world_size, args=(spec, build), timeout_s=300))
+        peak = max(run_ranks(peak_alone, world_size=world_size, args=(spec, build), timeout_s=300))
         print(f"{name:28}  {contender:30}  {tokens / statistics.median(theirs.seconds):8,.0f} tokens/s   {beside:28}  "
               f"peak {peak / 2**20:6.1f} MiB", flush=True)
 

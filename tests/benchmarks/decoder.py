@@ -1,8 +1,10 @@
-"""What the benchmarks train: one small decoder in float32, its batch and its optimizer's settings.
+"""What the benchmarks train: one small decoder in float32, its batch and its optimizer's settings; and how they measure
+memory.
 
 Imported by ours and by peers, some under a Python of their own: torch, numpy and the product's jobs only.
 """
 import functools
+from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -37,6 +39,23 @@ def adamw(spec: JobSpec, model: nn.Module) -> torch.optim.AdamW:
     groups = [{"params": [p for p in parameters if p.ndim > 1], "weight_decay": wanted.weight_decay},
               {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=wanted.lr, betas=(wanted.beta1, wanted.beta2), eps=wanted.eps, fused=True)
+
+
+def forget_peak() -> int:
+    """From now on this process's peak is measured anew. Returns its memory now, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _kib("RssAnon") * 1024
+
+
+def peak_bytes(before: int) -> int:
+    """The largest memory since then above `before`. Without pages of files: which of a library's code has been touched
+    is no need of who calls it, and neither is what importing it needed for a moment."""
+    return (_kib("VmHWM") - _kib("RssFile") - _kib("RssShmem")) * 1024 - before
+
+
+def _kib(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 def split_by_dtensor(model: Transformer, mesh: DeviceMesh) -> None:

@@ -8,7 +8,6 @@ import contextlib
 import importlib
 import json
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from jobs.loader import Loader
 from jobs.optim import learning_rate
 from jobs.spec.job import JobSpec
 from jobs.spec.load import from_dict
-from tests.benchmarks.decoder import adamw, decoder, split_by_dtensor
+from tests.benchmarks.decoder import adamw, decoder, forget_peak, peak_bytes, split_by_dtensor
 
 Turn = Callable[[int], float]  # steps to do → mean loss of the last
 BATCHES = 64  # read before: more than a benchmark trains on
@@ -183,7 +182,7 @@ def main(job_file: str, name: str) -> None:
     modules, build = CONTENDERS[name]
     for module in modules:
         importlib.import_module(module)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = forget_peak()
     turn = build(spec)
     print(json.dumps({}), file=answers, flush=True)
     for line in sys.stdin:
@@ -192,8 +191,7 @@ def main(job_file: str, name: str) -> None:
         loss = turn(int(line))
         dist.barrier()
         print(json.dumps({"seconds": time.perf_counter() - start, "cpu_s": time.process_time() - cpu_start,
-                          "loss": loss,
-                          "peak_bytes": 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)}),
+                          "loss": loss, "peak_bytes": peak_bytes(before)}),
               file=answers, flush=True)
     os._exit(0)  # nothing a library does at its end is measured
 

@@ -10,7 +10,7 @@ PATH is the Python of an environment of its own that has the peers:
 All contenders of a layout are processes that are alive at once and take turns, a few steps each, the others waiting for
 a line on their stdin. What counts is the median over rounds of the ratio of neighbouring turns; beside it the same of
 the CPU time of rank 0, which others on the machine disturb less; the loss of the last step, which is everybody's; and
-resident memory above that of a rank that has imported everything. A contender that does not run is listed with why.
+anonymous memory above that of a rank that has imported everything. A contender that does not run is listed with why.
 """
 import argparse
 import contextlib

@@ -4,9 +4,14 @@ import dataclasses
 import re
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import schedules
 
+from jobs.parallel.pipeline import Stage
 from jobs.spec.support import layout_problems
-from tests.helpers.training import TINY, assert_matches_single_rank, layout
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import TINY, assert_matches_single_rank, build_model, job, layout
 
 pytestmark = pytest.mark.distributed
 
@@ -30,6 +35,7 @@ FAST = {
 SLOW = {
     "gpipe, fewer microbatches than stages": (dict(pp=4, schedule="gpipe", microbatch_size=4), TINY),
     "gpipe, tied": (dict(pp=2, schedule="gpipe"), TIED),
+    "gpipe, uneven": (dict(pp=2, layers_per_stage=(1, 3), schedule="gpipe"), TINY),
     "interleaved, four stages a rank": (dict(pp=2, schedule="interleaved_1f1b", virtual_stages=4), EIGHT),
     "interleaved, tied across ranks": (dict(pp=2, **INTERLEAVED), TIED),
     "interleaved, uneven": (dict(pp=2, layers_per_stage=(1, 3, 2, 2), **INTERLEAVED), EIGHT),
@@ -40,6 +46,7 @@ SLOW = {
     "V, uneven": (dict(pp=2, layers_per_stage=(1, 2, 3, 2), **ZBV), EIGHT),
     "V over four ranks": (dict(pp=4, **ZBV, **MANY), EIGHT),
     "DualPipe's V, tied": (dict(pp=2, **DUALPIPEV), TIED),
+    "DualPipe's V, uneven": (dict(pp=2, layers_per_stage=(1, 2, 3, 2), **DUALPIPEV), EIGHT),
     "DualPipe's V over four ranks": (dict(pp=4, **DUALPIPEV, **MANY), EIGHT),
     # weight gradients that go round autograd's hooks must still be reduced
     "zero bubble and replicas": (dict(pp=2, dp_replicate=2, **IZB), TINY),
@@ -88,6 +95,49 @@ def test_schedule_matches_single_rank(case, tmp_path):
 def test_schedule_combined_matches_single_rank(case, tmp_path):
     arguments, model = SLOW[case]
     assert_matches_single_rank(tmp_path, layout(model=model, **arguments), model=model)
+
+
+# ------------------------------------------------------------------ messages and computation
+def events(spec) -> str:
+    """What this rank does in a step, in order: F and B compute; s and r start to send and to receive; S and R wait for
+    it."""
+    seen, start = [], schedules._batch_p2p
+
+    class Waited:
+        def __init__(self, work, name: str) -> None:
+            self.work, self.name = work, name
+
+        def wait(self) -> None:
+            seen.append(self.name)
+            self.work.wait()
+
+    def logged(ops, desc=None):
+        names = ["r" if op.op is dist.irecv else "s" for op in ops]
+        seen.extend(names)
+        return [Waited(work, name.upper()) for work, name in zip(start(ops), names)]
+
+    schedules._batch_p2p = logged
+    for name, kind in (("forward_one_chunk", "F"), ("backward_one_chunk", "B")):
+        compute = getattr(Stage, name)
+        setattr(Stage, name, lambda *args, compute=compute, kind=kind, **rest:
+                seen.append(kind) or compute(*args, **rest))
+    batch = torch.zeros(8, 16, dtype=torch.int64)
+    build_model(spec).forward_backward(batch, batch)
+    return "".join(seen)
+
+
+def test_the_next_activation_comes_while_a_backward_is_computed(tmp_path):
+    first, last = run_ranks(events, world_size=2, args=(job(tmp_path, layout(pp=2)),))
+    assert first == "Fs" "FsrRB" "FsrRB" "FsrRB" "rRB" "SSSS"
+    assert last == "rRF" "rBsRF" "rBsRF" "rBsRF" "Bs" "SSSS"
+
+
+@pytest.mark.parametrize("schedule", [dict(), dict(schedule="gpipe"), INTERLEAVED, IZB, ZBV, DUALPIPEV],
+                         ids=lambda arguments: arguments.get("schedule", "1f1b"))
+def test_nothing_is_computed_behind_a_send_that_is_waited_for(schedule, tmp_path):
+    for seen in run_ranks(events, world_size=2, args=(job(tmp_path, layout(pp=2, **schedule)),)):
+        assert {"F", "B", "s", "r"} <= set(seen)
+        assert not set(seen.partition("S")[2]) - {"S"}
 
 
 # what is wrong → (layout, message)

@@ -101,7 +101,7 @@ def test_the_step_of_masked_documents_is_the_one_that_is_verified(case):
     masked = dataclasses.replace(job, data=DataSpec(path="a.bin", document_mask=True))
     for rank in telling_ranks(job.layout):
         plain, report = (in_child(verify, one, rank=rank) for one in (job, masked))
-        assert report.peak_bytes["activations"] > plain.peak_bytes["activations"]  # masks, and where documents begin
+        assert report.peak_bytes["activations"] != plain.peak_bytes["activations"]  # masks, no table of angles
         assert compare(report, job=masked, config=config, limit_bytes=2**62).problems == ()
 
 

@@ -12,6 +12,8 @@ from jobs.spec.training import TrainingSpec
 from orchestrator.cluster import ClusterSpec
 from orchestrator.request import ParallelRequest
 from orchestrator.planner import Plan, plan, plan_json
+from orchestrator.planner.search import Search
+from orchestrator.planner.timeline import pipeline_s
 
 LLAMA = {"vocab_size": 128256, "num_kv_heads": 8}
 LLAMA3_8B = ModelSpec(name="llama3-8b", dim=4096, num_layers=32, num_heads=32, ffn_dim=14336, **LLAMA)
@@ -46,6 +48,14 @@ def plan_for(model: ModelSpec, cluster: ClusterSpec, spec: TrainingSpec, *, head
              allow_tp_across_nodes: bool = False, trainable: bool = False, clock=lambda: 0.0, **fixed) -> Plan:
     return plan(model, training=spec, cluster=cluster, request=ParallelRequest(**fixed), headroom=headroom,
                 allow_tp_across_nodes=allow_tp_across_nodes, num_nodes=cluster.num_nodes, trainable=trainable, clock=clock)
+
+
+def step_s(search: Search, layout: Layout) -> float:
+    """As Search.price, the step time alone."""
+    costs = search.costs(layout)
+    return costs.tail_s + costs.update_s + pipeline_s(
+        layout.schedule, stages=costs.times(), virtual_stages=layout.virtual_stages,
+        num_microbatches=layout.num_microbatches)
 
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -13,7 +13,7 @@ from orchestrator.planner.question import Question
 from orchestrator.planner.search import Search
 from orchestrator.planner.timeline import pipeline_s
 from orchestrator.planner.space import every_layout
-from tests.helpers.planning import LLAMA3_8B, SMALL, cpu, h100, training
+from tests.helpers.planning import LLAMA3_8B, SMALL, cpu, h100, step_s, training
 
 TEN = dataclasses.replace(LLAMA3_8B, num_layers=10)
 EXPERTS = dataclasses.replace(SMALL, num_layers=6, moe=MoeSpec(num_experts=4, top_k=2, ffn_dim=256, first_layer=1))
@@ -56,7 +56,7 @@ def assert_nothing_is_lost(case) -> None:
     layouts = list(every_layout(search.question))
     assert len(set(layouts)) == len(layouts) == search.space.count() > 0
     held = [search.heaviest_bytes(layout) for layout in layouts]
-    best = min((search.step_s(layout) for layout, bytes in zip(layouts, held) if bytes <= search.limit_bytes),
+    best = min((step_s(search, layout) for layout, bytes in zip(layouts, held) if bytes <= search.limit_bytes),
                default=None)
     found = next(search.ranked(), None)
     assert (found is None) == (best is None)
@@ -93,7 +93,7 @@ def test_no_bound_is_above_the_price(name):
                     rest = bounds.data_parallel_s(sharding, variant, one)
                     ladder = [bounds.compute_s(shape, one), bounds.passed_s(shape, one),
                               bounds.rough_s(shape, variant, one), bounds.closed_s(shape, variant, one),
-                              pipeline + rest, search.step_s(layout)]
+                              pipeline + rest, step_s(search, layout)]
                     assert ladder[-1] >= max(ladder[:-1]) * (1 - 1e-9), (layout, ladder)
                     held = max(search.footprint.least_bytes(shape, one),
                                search.footprint.held_bytes(shape, variant, one))

@@ -176,6 +176,16 @@ def test_bad_lines_can_be_left_out(tmp_path, capsys):
     assert f"left out: {source}:2" in said and f"left out: {source}:3" in said and "left out 2 lines" in said
 
 
+def test_bad_lines_are_named_in_their_order(tmp_path, capsys):
+    source = tmp_path / "a.jsonl"
+    source.write_bytes(b'{"text": "a\\u0000b"}\n{"text": 5}\n{"text": "a\\u0000"}\n')
+    assert command.main([str(source), "-o", str(tmp_path / "t")]) == 2
+    assert f"{source}:1: holds a text with byte 0" in capsys.readouterr().err
+    assert command.main([str(source), "-o", str(tmp_path / "t"), "--skip-bad"]) == 2  # holds nothing else
+    said = capsys.readouterr().err
+    assert 0 <= said.find(f"{source}:1:") < said.find(f"{source}:2:") < said.find(f"{source}:3:")
+
+
 def test_what_is_left_of_a_text_continues_no_other_document(small_pieces, tmp_path):
     (tmp_path / "1.txt").write_text("one")
     (tmp_path / "2.txt").write_bytes(b"\xff" * 20 + b"\n" + b"b" * 39 + b"\n" + b"c" * 9)
