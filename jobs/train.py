@@ -47,8 +47,7 @@ def build_parallel(job: JobSpec, *, mesh: DeviceMesh, device: torch.device) -> P
     where = {"mesh": mesh, "layout": job.layout, "training": job.training, "device": device}
     if isinstance(job.model, OwnModel):
         return parallelize_own(job.model, **where)
-    if job.training.compile and (problems := compile_problems(job.layout, model=job.model,
-                                                              documents=job.data.document_mask)):
+    if job.training.compile and (problems := compile_problems(job.layout)):
         raise SpecError(problems)
     return parallelize(job.model, **where, weights=first_weights(job))
 

@@ -49,11 +49,15 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(ffn_dim, spec.dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(activate(*self.project(x), kind=self.kind))
+        return self.finish(*self.project(x))
 
     def project(self, x: Tensor) -> tuple[Tensor | None, Tensor]:
         """→ gate and up, [batch, seq, ffn_dim] each. One method, so that a split model may compute them together."""
         return (None if self.gate is None else self.gate(x)), self.up(x)
+
+    def finish(self, gate: Tensor | None, up: Tensor) -> Tensor:
+        """The rest. One method, so that it may be computed again in the backward."""
+        return self.down(activate(gate, up, kind=self.kind))
 
 
 def is_gated(spec: ModelSpec) -> bool:

@@ -148,7 +148,11 @@ class Experts(nn.Module):
 
     def compute(self, x: Tensor, counts: Tensor, gate: Tensor | None, up: Tensor, down: Tensor) -> Tensor:
         gated = None if gate is None else grouped_linear(x, gate, counts)
-        return grouped_linear(activate(gated, grouped_linear(x, up, counts), kind=self.kind), down, counts)
+        return self.finish(gated, grouped_linear(x, up, counts), down, counts)
+
+    def finish(self, gate: Tensor | None, up: Tensor, down: Tensor, counts: Tensor) -> Tensor:
+        """What follows the first matrices. One method, so that it may be computed again in the backward."""
+        return grouped_linear(activate(gate, up, kind=self.kind), down, counts)
 
 
 def grouped_linear(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:

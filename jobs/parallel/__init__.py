@@ -28,7 +28,7 @@ from jobs.parallel.expert import (apply_expert_parallel, build_expert_mesh, expe
                                   router_biases, update_balance)
 from jobs.parallel.pipeline import (Loss, MicrobatchLoop, Pipeline, Schedule, Shapes, boundary_shapes,
                                     sum_tied_gradients)
-from jobs.parallel.recompute import apply_recompute
+from jobs.parallel.recompute import apply_recompute, repeat_activations
 from jobs.parallel.sequences import Sequences
 from jobs.parallel.tensor import (apply_tensor_parallel, partial_parameters, reduce_partial_gradients,
                                   tensor_parallel_problems)
@@ -186,11 +186,13 @@ def _build_part(spec: ModelSpec, *, mesh: DeviceMesh, expert_mesh: DeviceMesh | 
                            is_last=stage == layout.num_stages - 1)
     if layout.dims.tp > 1:
         apply_tensor_parallel(part, mesh=mesh["tp"], sequence_parallel=layout.sequence_parallel,
-                              regather=layout.recompute == "none")
+                              regather=layout.recompute != "full")
     apply_expert_parallel(part, mesh=mesh, expert_mesh=expert_mesh)
     if layout.dims.cp > 1:
         apply_context_parallel(part, mesh=mesh["cp"], method=layout.cp_method)
-    apply_recompute(part.layers.values(), recompute=layout.recompute, compiled=compiled)
+    if layout.recompute == "selective":
+        repeat_activations(part)
+    apply_recompute(part.layers.values(), recompute="full" if layout.recompute == "full" else "none", compiled=compiled)
     return part
 
 

@@ -13,7 +13,7 @@ keys and values of one rank (width = num_kv_heads·head_dim each), e = bytes(par
                  send / recv      4·K          backward cp times: their gradients, summed in float32
     allgather    all_gather       e·K·cp       forward once, backward once: gathered keys are not kept
                  reduce_scatter   4·K·cp       backward once
-    recompute    the forward's once more (full and selective)
+    recompute    the forward's once more (full)
 """
 from dataclasses import dataclass
 

@@ -13,7 +13,7 @@ B = microbatch_size; with even routing each rank gets as many choices as it send
     all_to_all    ep     T·dim·bytes(param_dtype)       forward twice (out and back), backward twice
     all_reduce    tp, cp 8·B·E each                     forward, balance=loss only: counts of shared sequences
     all_reduce    dp_replicate, dp_shard, cp, tp        once per step, balance=bias only: 8·E·(MoE layers of the rank)
-    recompute                                           none: as above; selective, full: the forward's once more
+    recompute                                           full: the forward's once more
 """
 import functools
 from collections.abc import Callable

@@ -11,10 +11,13 @@ import torch
 import torch.nn as nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from jobs.model.layers import FeedForward
+from jobs.model.moe import Experts
 from jobs.spec.parallel import Recompute
 
-# What `selective` keeps: the outputs of matmuls and of attention. Everything else of a layer (norms,
-# rotary, silu, residuals) is cheap to compute again and most of the memory.
+# Dropout's numbers come from keys, so there is no generator to set back.
+OPTIONS: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+# What `selective` keeps of a block that it knows nothing of: the outputs of matmuls and of attention.
 KEPT = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -30,16 +33,25 @@ def _policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def repeat_activations(model: nn.Module) -> None:
+    """What `selective` is for our own decoder: of every feed-forward only what its first matrices gave is kept, and what
+    lies before its last is computed again. That is half of what a layer keeps and hardly any work: no matmul, no
+    collective and no attention runs twice, and the last matmul, whose output nothing needs, is not reached."""
+    for module in model.modules():
+        if isinstance(module, (FeedForward, Experts)):
+            module.finish = functools.partial(checkpoint, module.finish, **OPTIONS)
+
+
 def apply_recompute(layers: Iterable[nn.Module], *, recompute: Recompute, compiled: bool = False) -> None:
-    """Wrap every layer's forward in place; `none` leaves them as they are.
+    """Wrap every layer's forward in place; `none` leaves them as they are. `selective` goes by single operations, KEPT:
+    for blocks of which nothing is known.
 
     `compiled`: by torch.compile, one compilation for all layers that are alike, in the first step. A full recompute
-    repeats compiled layers. A selective one, which has to see single operations, is compiled along: torch then gives
-    up layers that it cannot compile in one piece (jobs.spec.support.compile_problems).
+    repeats compiled layers. A selective one, which has to see single operations, is compiled along.
     """
     if recompute == "none" and not compiled:
         return
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # dropout's numbers come from keys
+    options = dict(OPTIONS)
     if recompute == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
     if compiled:

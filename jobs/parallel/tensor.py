@@ -26,7 +26,7 @@ qk_rope_head_dim, A_L = A·L/dim:
     once per step                      all_reduce of the replicated weights' gradients, 4·numel/fsdp: norms, biases
                                        behind attention and ffn, learned positions, routers, MLA's way down to its
                                        latents; without sequence parallelism: qk_norm alone
-    recompute=full or selective        the forward's collectives of each layer once more, and no other "in again"
+    recompute=full                     the forward's collectives of each layer once more, and no other "in again"
 
 What is hidden runs behind the matmuls of the same map's backward (jobs.parallel.columns); the rotary key of an MLA, and
 where a pipeline schedule splits the backward all of it, has none to hide behind. "In again": attention and ffn keep the

@@ -71,23 +71,13 @@ def _pipeline_problems(layout: Layout) -> list[Problem]:
     return found
 
 
-def compile_problems(layout: Layout, *, model: ModelSpec, documents: bool) -> list[Problem]:
-    """Why training.compile cannot be, or would do nothing, under this layout; empty if it can. `documents`: they are
-    masked."""
+def compile_problems(layout: Layout) -> list[Problem]:
+    """Why training.compile cannot be under this layout; empty if it can."""
     found = []
     if layout.dims.pp > 1 and layout.schedule in ZERO_BUBBLE_SCHEDULES and layout.recompute == "none":
         found.append(Problem(where="training.compile", value=True, message="does not go with "
                              f"schedule={layout.schedule}, which cuts a layer's backward in two where a compiled one "
                              "is whole; set false, recompute=full, or schedule=1f1b"))
-    eager = {"documents that are masked": documents, f"cp={layout.dims.cp}": layout.dims.cp > 1,
-             "experts": model.moe is not None, "sliding windows": model.sliding_window is not None,
-             "attention_softcap": model.attention_softcap is not None,
-             "attention_dropout": model.attention_dropout > 0}
-    if layout.recompute == "selective" and any(eager.values()):
-        found.append(Problem(where="training.compile", value=True, message="would do nothing under recompute=selective "
-                             f"with {_listed(what for what, is_so in eager.items() if is_so)}: such layers are "
-                             "compiled in parts, which selective recompute does not allow; set false, or recompute="
-                             "full or none"))
     return found
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jobs.spec.job import Device
 from jobs.spec.model import ModelSpec
 from jobs.spec.parallel import Recompute
-from orchestrator.planner.software import OURS, Software
+from orchestrator.planner.software import OURS, Selective, Software
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,9 +32,8 @@ class BlockShape:
     element_bytes: int = 2
     input_bytes: int | None = None  # of an element that a linear map keeps as its input: 1 under fp8; None: as others
     norms: int = 2
-    selective_keeps_matmuls: bool = True  # see Software
+    selective: Selective = "activations"  # see software.py
     selective_share: float = 1.0
-    selective_repeats_ffn: bool = False
     latent: int = 0  # MLA: channels of both latents, kept whole on every tp rank
     value_dim: int | None = None  # MLA: of one head's value; None: head_dim
     routed: int = 0  # copies of a token that go to experts (top_k), kept before and behind them
@@ -58,9 +57,8 @@ def block_shape(model: ModelSpec, *, microbatch_size: int, seq_len: int, element
                       flash_attention=software.flash_attention, regathers_inputs=software.regathers_inputs,
                       fused_norms=device == "cuda", fused_gate=software.fused_kernels, element_bytes=element_bytes,
                       input_bytes=1 if software.matmul_dtype in ("float8", "float4") else None,
-                      norms=4 if model.post_norms else 2, selective_keeps_matmuls=software.selective_keeps_matmuls,
+                      norms=4 if model.post_norms else 2, selective=software.selective,
                       selective_share=software.selective_share,
-                      selective_repeats_ffn=software.selective_repeats_ffn,
                       latent=latent, value_dim=value, routed=routed)
 
 
@@ -80,7 +78,7 @@ def block_activation_bytes(shape: BlockShape, *, tp: int, sequence_parallel: boo
     heads = shape.num_heads * (shape.head_dim + value) + shape.num_kv_heads * (shape.head_dim + value)
     if recompute == "full":
         return tokens * block_input
-    if recompute == "selective" and shape.selective_keeps_matmuls:
+    if recompute == "selective" and shape.selective == "all but matmuls":
         # Outputs of every matmul and of attention: those of wo and down are partial sums of the whole width.
         matrices = 2 if shape.gated_ffn else 1
         outputs = (heads + matrices * shape.ffn_dim) / tp + shape.latent + shape.routed * shape.dim / on_sequence
@@ -91,12 +89,15 @@ def block_activation_bytes(shape: BlockShape, *, tp: int, sequence_parallel: boo
     masks = 2 * shape.dim / on_sequence if shape.dropout else 0
     # GELU keeps its input and output; eager SwiGLU keeps gate, up, silu(gate) and their product
     ffn = shape.ffn_dim * ((3 if shape.fused_gate else 4) if shape.gated_ffn else 2)
-    if recompute == "selective" and shape.selective_repeats_ffn:
+    again = recompute == "selective" and shape.selective
+    if again == "activations":  # what the first matrices gave
+        ffn = shape.ffn_dim * (2 if shape.gated_ffn else 1)
+    elif again == "attention, feed-forward":
         ffn = 0
     saved = (element - kept) * shape.ffn_dim  # the last product is the down projection's input
     routed = 2 * element * shape.routed * shape.dim / on_sequence + element * shape.latent
     scores = 0
-    if not shape.flash_attention and recompute == "none":
+    if not shape.flash_attention and again not in ("attention", "attention, feed-forward"):
         # softmax, its dropout's output, the dropout's mask
         scores = (2 * element + (1 if shape.dropout else 0)) * shape.num_heads * shape.seq_len
     split = element * (heads + ffn) - (saved if ffn else 0) + scores

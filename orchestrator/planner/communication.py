@@ -15,7 +15,7 @@ from orchestrator.planner.book import Book, hidden_bytes
 from orchestrator.planner.links import axis_group
 from orchestrator.planner.plan import Phase, Transfer
 from orchestrator.planner.sharding import data_parallel, gather_passes
-from orchestrator.planner.software import OURS, Software
+from orchestrator.planner.software import OURS, Selective, Software
 from orchestrator.planner.weights import whole_block_params
 
 __all__ = ["axis_group", "gather_passes", "hidden_bytes", "moved_bytes", "stage_transfers"]
@@ -46,17 +46,16 @@ def stage_transfers(model: ModelSpec, layout: Layout, *, training: TrainingSpec,
 
 def _tensor_parallel(book: Book) -> None:
     """Megatron's f and g around attention and FFN. With sequence parallelism each all-reduce becomes an
-    all-gather and a reduce-scatter of the same bytes, forward and backward. Recomputing a layer, in full or
-    selectively, repeats its forward's collectives but for the last: once the FFN's output projection has its
-    input again, torch stops, unless dropout or a norm follows. Experts see the tokens of their rank's sequence shard:
-    nothing to gather."""
+    all-gather and a reduce-scatter of the same bytes, forward and backward. Recomputing a layer repeats its
+    forward's collectives but for the last: once the FFN's output projection has its input again, torch stops, unless
+    dropout or a norm follows. Experts see the tokens of their rank's sequence shard: nothing to gather."""
     model, layout, m = book.model, book.layout, book.m
     payload = hidden_bytes(model, layout, training=book.training)
     # blocks between an f and a g: attention and FFN of every layer, but experts without a shared one
     shared = model.moe is not None and model.moe.num_shared_experts > 0
     blocks = (2 * book.layers - (0 if shared else book.moe_layers)) * m
     latent = book.layers * m if model.mla is not None else 0  # attentions that gather their latents instead
-    repeats = layout.recompute == "full" or (layout.recompute == "selective" and book.software.selective_keeps_matmuls)
+    repeats = _repeats(book, "all but matmuls")
     # once more, forward, with the backward: a feed-forward's reduction only if something behind it wants the result
     behind = model.dropout > 0 or model.post_norms
     enters, leaves = (blocks - latent, blocks if behind else book.layers * m) if repeats else (0, 0)
@@ -95,6 +94,12 @@ def _tensor_parallel(book: Book) -> None:
              times=whole > 0)
 
 
+def _repeats(book: Book, *selective: Selective) -> bool:
+    """Whether a part of a layer is computed again: in full recompute, and in these selective ones."""
+    how = book.layout.recompute
+    return how == "full" or (how == "selective" and book.software.selective in selective)
+
+
 def _latent_widths(model: ModelSpec) -> tuple[int, ...]:
     """Channels of what latent attention gathers, one message each: queries' latent or input, keys' and values' latent,
     the rotary key."""
@@ -112,7 +117,7 @@ def _context_parallel(book: Book) -> None:
     elements = book.tokens * width / dims.tp
     block, gradients = book.element * elements, 4 * elements  # gradients are summed in float32
     layers = book.layers * book.m
-    again = layers if book.layout.recompute != "none" else 0
+    again = layers if _repeats(book, "all but matmuls", "attention", "attention, feed-forward") else 0
     if book.layout.cp_method == "ring":
         book.add("cp", "send_recv", "keys and values", payload_bytes=block, times=layers * (dims.cp - 1),
                  phase="forward")
@@ -138,10 +143,7 @@ def _experts(book: Book) -> None:
         return
     payload = book.element * book.tokens / book.dims.tp * _copies_sent(moe.top_k, book) * model.dim
     passes = book.moe_layers * book.m
-    software = book.software
-    repeats = book.layout.recompute == "full" or (
-        book.layout.recompute == "selective" and (software.selective_keeps_matmuls or software.selective_repeats_ffn))
-    again = passes if repeats else 0
+    again = passes if _repeats(book, "all but matmuls", "attention, feed-forward") else 0
     for what, size, forward, backward in (("tokens to experts and back", payload, 2 * passes, 2 * (passes + again)),
                                           ("experts: counts", 8 * moe.num_experts, passes, again)):
         book.add("ep", "all_to_all", what, payload_bytes=size, times=forward, phase="forward")

@@ -72,8 +72,8 @@ def layer_times(model: ModelSpec, layer: int, *, shape: Shape, chip: Chip, softw
     entries = tuple((share, sum(matmul_s(k, n, m, flops=flops, chip=chip) for m, n, k, _ in columns))
                     for share, columns in _entries(model, layer, maps))
     return LayerTimes(forward_s=forward_s, inputs_s=backward_s - weights, weights_s=weights, attention_s=attention,
-                      entries=entries, again_s=_again_s(model, shape, chip, software, maps=maps, forward_s=forward_s,
-                                       attention=attention, stream=stream))
+                      entries=entries, again_s=_again_s(model, layer, shape, chip, software, maps=maps, forward_s=forward_s,
+                                                       attention=attention, stream=stream))
 
 
 def _accumulated_s(maps: list, *, chip: Chip, software: Software) -> float:
@@ -85,19 +85,23 @@ def _accumulated_s(maps: list, *, chip: Chip, software: Software) -> float:
     return (chip.element + 2 * summed) * sum(n * k * count for _, n, k, count in maps) / chip.memory_bytes_s
 
 
-def _again_s(model: ModelSpec, shape: Shape, chip: Chip, software: Software, *, maps: list, forward_s: float,
-             attention: float, stream: float) -> float:
+def _again_s(model: ModelSpec, layer: int, shape: Shape, chip: Chip, software: Software, *, maps: list,
+             forward_s: float, attention: float, stream: float) -> float:
     if shape.recompute == "full":
         return forward_s
     if shape.recompute == "none":
         return 0.0
+    if software.selective == "activations":
+        return shape.tokens * _activation_bytes(model, layer, chip=chip, software=software) / (
+            shape.tp * chip.memory_bytes_s)
     # keeping the outputs of matmuls and of attention, only what lies between is repeated; repeating attention alone,
     # a fused kernel has nothing to save and is left as it is
-    if software.selective_keeps_matmuls:
+    if software.selective == "all but matmuls":
         repeated = 1 - software.selective_share
         return stream + (repeated * sum(count * matmul_s(m, n, k, flops=chip.matmul_flops, chip=chip)
                                         for m, n, k, count in maps) if repeated else 0.0)
-    ffn = maps[len(_attention_maps(model, shape.tokens, shape.tp)):] if software.selective_repeats_ffn else ()
+    again = software.selective == "attention, feed-forward"
+    ffn = maps[len(_attention_maps(model, shape.tokens, shape.tp)):] if again else ()
     again = sum(count * matmul_s(m, n, k, flops=chip.matmul_flops, chip=chip) for m, n, k, count in ffn)
     return again if software.flash_attention else again + attention
 
@@ -177,26 +181,30 @@ def _streamed_bytes(model: ModelSpec, layer: int, *, shape: Shape, chip: Chip, s
     """Memory traffic per token of one layer's forward outside matmuls and attention."""
     element, heads = chip.element, model.num_heads + model.num_kv_heads
     if software.fused_kernels:  # each norm and residual reads and writes its operands once
-        norms, rotary, gate = 10 * element * model.dim, 2 * element * heads * model.head_size, 3
+        norms, rotary = 10 * element * model.dim, 2 * element * heads * model.head_size
     else:
         # two norms of about six passes, two sums of three; rotary positions in float32: four half products (12 bytes
-        # per element), two half sums (12), cat (8), cast (6); silu and product apart
+        # per element), two half sums (12), cat (8), cast (6)
         eager = constants.EAGER_TRAFFIC
-        norms, rotary, gate = eager * 18 * element * model.dim, eager * 38 * heads * model.head_size, eager * 5
+        norms, rotary = eager * 18 * element * model.dim, eager * 38 * heads * model.head_size
     if model.positions == "learned":
         rotary = 0
-    if model.ffn == "gelu":
-        gate = 2
     if software.dropout:
         norms += (4 * element + 2) * model.dim
     if model.post_norms:
         norms *= 1.5
-    ffn = model.ffn_dim
     if model.is_moe(layer):
-        moe = model.moe
-        ffn = (moe.top_k + moe.num_shared_experts) * moe.ffn_dim
-        norms += 4 * element * moe.top_k * model.dim  # tokens are put in the order of experts, and back
-    return norms / shape.sequence_split + (rotary + gate * element * ffn) / shape.tp
+        norms += 4 * element * model.moe.top_k * model.dim  # tokens are put in the order of experts, and back
+    activation = _activation_bytes(model, layer, chip=chip, software=software)
+    return norms / shape.sequence_split + (rotary + activation) / shape.tp
+
+
+def _activation_bytes(model: ModelSpec, layer: int, *, chip: Chip, software: Software) -> float:
+    """Memory traffic per token between a feed-forward's matrices: of an eager gate silu and product apart."""
+    passes = 2.0 if model.ffn == "gelu" else 3.0 if software.fused_kernels else 5 * constants.EAGER_TRAFFIC
+    moe = model.moe
+    ffn = (moe.top_k + moe.num_shared_experts) * moe.ffn_dim if model.is_moe(layer) else model.ffn_dim
+    return passes * chip.element * ffn
 
 
 def _kernels(model: ModelSpec, layer: int, *, shape: Shape, chip: Chip, software: Software) -> float:

@@ -215,10 +215,10 @@ def _update_s(model: ModelSpec, layout: Layout, *, chip: Chip) -> float:
 
 def recomputed_flops(model: ModelSpec, layout: Layout, *, seq_len: int, convention: AttentionConvention,
                      software: Software = OURS) -> float:
-    """FLOPs per token of matmuls that are computed a second time: none under selective recompute that keeps them, the
-    attention's under one that repeats attention."""
+    """FLOPs per token of matmuls that are computed a second time: under selective recompute none, but the attention's
+    where it repeats attention."""
     attention = attention_flops_per_token(model, seq_len=seq_len, convention=convention) / 3
     if layout.recompute == "full":
         return 2 * (matmul_params(model) - embedding_params(model)) + attention
-    repeats = layout.recompute == "selective" and not software.selective_keeps_matmuls
+    repeats = layout.recompute == "selective" and software.selective.startswith("attention")
     return attention if repeats and not software.flash_attention else 0.0

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 MatmulDtype = Literal["float32", "bfloat16", "float16", "float8", "float4"]
+# What selective recompute computes again: what lies between a feed-forward's matrices; everything but matmuls and fused
+# attention (torchtitan); attention, of which a fused kernel leaves nothing (arXiv:2205.05198); and the feed-forward, too.
+Selective = Literal["activations", "all but matmuls", "attention", "attention, feed-forward"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,9 +22,8 @@ class Software:
     fused_kernels: bool = False  # compiled or hand-fused: norms, rotary, gate and residuals in one pass each
     fused_loss: bool = False  # logits once in 16 bits and once in float32, gradients in place
     dropout: bool = False  # behind attention and feed-forward, with its masks kept
-    selective_keeps_matmuls: bool = True  # selective recompute keeps every matmul's output; False: repeats attention
-    selective_share: float = 1.0  # of the matmuls whose outputs it keeps, where it keeps them
-    selective_repeats_ffn: bool = False  # and, where it does not keep matmuls, the feed-forward with it
+    selective: Selective = "activations"
+    selective_share: float = 1.0  # of the matmuls whose outputs are kept, under "all but matmuls"
     regathers_inputs: bool = True  # sequence parallelism gathers the projections' inputs again in the backward
     # pipeline messages: each tp rank sends its part, and the receivers gather the whole (under sequence parallelism
     # parts are all there is, and nothing is gathered)

@@ -75,7 +75,7 @@ def _with_settled_recompute(rows: tuple[Row, ...], cases: dict[int, Case]) -> di
         if not setup.software.flash_attention and not setup.states_recompute:
             jobs[rows[i].group, rows[i].model, setup.training.global_batch_size, rows[i].gpu].append(i)
         elif not setup.states_recompute or (setup.layout.recompute == "selective"
-                                            and setup.software.selective_keeps_matmuls):
+                                            and setup.software.selective == "all but matmuls"):
             settled[i] = model, _least_recompute(model, setup)
     for members in jobs.values():
         for how in _choices(cases[members[0]][1]):

@@ -167,6 +167,7 @@ def _software(row: Row, *, old: bool) -> Software:
     eager = not fsdp and not old and row.zero_stage is not None
     megatron = not fsdp and not eager
     ports = constants.PORTS_OF_2021 if old else None
+    repeats_ffn = megatron and bool({"mlp", "moe"} & set(re.findall(r"\w+", row.recompute or "")))
     return Software(
         matmul_dtype=dtype,
         flash_attention=not old,
@@ -174,9 +175,8 @@ def _software(row: Row, *, old: bool) -> Software:
         fused_kernels="compile" in precision or not fsdp,
         fused_loss="compile" not in precision and not eager,  # PyTorch's own loss keeps float32 gradients beside
         dropout=old,
-        selective_keeps_matmuls=fsdp,
+        selective="all but matmuls" if fsdp else "attention, feed-forward" if repeats_ffn else "attention",
         selective_share=0.5 if row.recompute == "selective(op)" else 1.0,  # torchtitan keeps every second matmul's
-        selective_repeats_ffn=megatron and bool({"mlp", "moe"} & set(re.findall(r"\w+", row.recompute or ""))),
         regathers_inputs=megatron,
         scatters_messages=old and not fsdp,
         frees_outputs=megatron,

@@ -83,7 +83,7 @@ EXPERTS = {
     "loss, tokens of a sequence on both tp ranks": (LOSS, dict(tp=2, ep=2), 1, 1, 0),
     "bias, replicas": (BIASED, dict(dp_replicate=2, dp_shard=2, ep=2), 1, 0, 2),
     "bias, recompute full": (BIASED, dict(dp_shard=2, ep=2, recompute="full"), 2, 0, 1),
-    "loss, recompute selective": (LOSS, dict(tp=2, ep=2, recompute="selective"), 2, 1, 0),
+    "loss, recompute selective": (LOSS, dict(tp=2, ep=2, recompute="selective"), 1, 1, 0),
 }
 
 

@@ -19,7 +19,7 @@ SEVEN_B = ModelSpec(name="7b", vocab_size=32000, dim=4096, num_layers=32, num_he
 
 # recompute, sequence parallel → bytes per layer and microbatch on the wire of one rank, in units of b·s·h·(t−1)/t
 # at 16 bits. Megatron's 16; recomputing adds its 8, less the FFN's last reduction, which torch does not repeat.
-TP_WIRE = [("none", True, 16), ("none", False, 16), ("full", True, 22), ("selective", True, 22), ("full", False, 20)]
+TP_WIRE = [("none", True, 16), ("none", False, 16), ("full", True, 22), ("selective", True, 16), ("full", False, 20)]
 
 # op, ranks in a node, passes of the ring
 RINGS = [("all_reduce", 8, 2), ("all_gather", 8, 1), ("reduce_scatter", 4, 1)]

@@ -71,10 +71,11 @@ def test_launches_bound_a_tiny_layer_on_a_gpu_and_add_up_on_a_cpu():
 
 
 # recompute, software → what is repeated before the backward, in forwards
-AGAIN = [("none", {}, 0.0, 0.0), ("full", {}, 1.0, 1.0), ("selective", {}, 0.02, 0.3),
-         ("selective", {"selective_share": 0.5}, 0.4, 0.7),  # and every second matmul
-         ("selective", {"selective_keeps_matmuls": False}, 0.0, 0.0),  # a fused kernel saves nothing
-         ("selective", {"selective_keeps_matmuls": False, "flash_attention": False}, 0.1, 0.8)]
+AGAIN = [("none", {}, 0.0, 0.0), ("full", {}, 1.0, 1.0), ("selective", {}, 0.01, 0.1),
+         ("selective", {"selective": "all but matmuls"}, 0.05, 0.3),
+         ("selective", {"selective": "all but matmuls", "selective_share": 0.5}, 0.4, 0.7),  # and every second matmul
+         ("selective", {"selective": "attention"}, 0.0, 0.0),  # a fused kernel saves nothing
+         ("selective", {"selective": "attention", "flash_attention": False}, 0.1, 0.8)]
 
 
 @pytest.mark.parametrize("recompute,software,least,most", AGAIN)

@@ -142,13 +142,13 @@ def test_explanations_fit_a_terminal_of_100_columns(small):
 
 
 def test_brackets_of_what_was_asked_are_shown_and_are_no_markup():
-    asked = ParallelRequest(recompute=["full", "selective"])
+    asked = ParallelRequest(tp=[2, 4])
     effects = axes_of(question_of(SMALL, cpu(2), global_batch_size=16, request=asked))
     screen = io.StringIO()
     console = Console(file=screen, width=200)
     console.print(axes_table(effects))
     console.print(diff_table([("job.model", "[bold]", "[red]")], names=("[a].json", "[b].json")))
-    for word in ("recompute=[full,selective]", "[bold]", "[red]", "[a].json", "[b].json"):
+    for word in ("tp=[2,4]", "[bold]", "[red]", "[a].json", "[b].json"):
         assert word in screen.getvalue()
 
 

@@ -38,7 +38,7 @@ GIB = {"22b": (59.25, 9.56), "175b": (66.84, 12.35), "530b": (114.02, 23.08), "1
 DEEPSEEK = ModelSpec(name="mla", vocab_size=129280, dim=7168, num_layers=61, num_heads=128, num_kv_heads=128,
                      ffn_dim=18432, mla=MlaSpec(kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128,
                                                 qk_rope_head_dim=64, v_head_dim=128))
-PUBLISHED = Software(flash_attention=False, dropout=True, regathers_inputs=True, selective_keeps_matmuls=False)
+PUBLISHED = Software(flash_attention=False, dropout=True, regathers_inputs=True, selective="attention")
 
 # pp, num_microbatches → in flight per stage under 1F1B
 IN_FLIGHT = [(1, 4, [1]), (2, 4, [2, 1]), (4, 8, [4, 3, 2, 1]), (4, 4, [4, 3, 2, 1])]

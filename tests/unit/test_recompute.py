@@ -6,7 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jobs.model.transformer import Transformer
-from jobs.parallel.recompute import apply_recompute
+from jobs.parallel.recompute import apply_recompute, repeat_activations
 from jobs.spec.model import ModelSpec
 
 SPEC = ModelSpec(name="small", vocab_size=32, dim=16, num_layers=3, num_heads=2, num_kv_heads=2, ffn_dim=24)
@@ -15,7 +15,8 @@ MATMULS = 7 * SPEC.num_layers + 1  # q, k, v, o, gate, up, down of each layer, a
 # recompute → (matmuls, silus, attentions) of a forward and a backward; a backward has two matmuls for one
 CASES = {
     "none": (3 * MATMULS, SPEC.num_layers, SPEC.num_layers),
-    "selective": (3 * MATMULS, 2 * SPEC.num_layers, SPEC.num_layers),
+    "selective": (3 * MATMULS, 2 * SPEC.num_layers, SPEC.num_layers),  # of any block
+    "activations": (3 * MATMULS, 2 * SPEC.num_layers, SPEC.num_layers),  # of our own decoder
     # checkpoint stops early: the last matmul of a layer, whose output nothing needs, is not run again
     "full": (3 * MATMULS + 6 * SPEC.num_layers, 2 * SPEC.num_layers, 2 * SPEC.num_layers),
 }
@@ -34,7 +35,10 @@ class Count(TorchDispatchMode):
 def run(recompute: str) -> tuple[collections.Counter, list[torch.Tensor]]:
     torch.manual_seed(0)
     model = Transformer(SPEC, layers=range(SPEC.num_layers), is_first=True, is_last=True)
-    apply_recompute(model.layers.values(), recompute=recompute)
+    if recompute == "activations":
+        repeat_activations(model)
+    else:
+        apply_recompute(model.layers.values(), recompute=recompute)
     with Count() as count:
         model(torch.arange(12).view(2, 6)).square().sum().backward()
     return count.calls, [p.grad for p in model.parameters()]
