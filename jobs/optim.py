@@ -62,14 +62,13 @@ class Optimizer:
         return [self._updates, *itertools.chain(*self._moments)]
 
     @torch.no_grad()
-    def step(self, step: int) -> tuple[Tensor, float]:
-        """Clip and apply the gradients as update number `step`, then drop them. Returns (gradient norm before
+    def step(self, step: int, gradients: dict[str, Tensor]) -> tuple[Tensor, float]:
+        """Clip and apply these (this rank's shards, by name) as update number `step`, and drop them. Returns (gradient norm before
         clipping, learning rate)."""
         lr = learning_rate(step, spec=self.spec, total_steps=self.total_steps)
         shards = [local_of(p) for p in self.parameters.values()]  # FSDP allocates anew in its first forward
-        grads = [local_of(p.grad) for p in self.parameters.values()]
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        grads = [gradients[name] for name in self.parameters]
+        gradients.clear()
         norm = self._clip(grads)
         self._updates += 1
         self._update(shards, grads, self._matrices, lr=lr, weight_decay=self.spec.weight_decay)

@@ -112,7 +112,7 @@ class Trainer:
         runtime.synchronize(self.device)
         after_backward = time.perf_counter()
         self.recorder.progress(self.progress.step, "optimizer")
-        norm, lr = self.optimizer.step(step)
+        norm, lr = self.optimizer.step(step, self.parallel.gradients)
         self.parallel.refresh_weights()
         loss = summed()
         runtime.synchronize(self.device)

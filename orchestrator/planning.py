@@ -22,8 +22,7 @@ def question_of(config: RunConfig, *, trainable: bool) -> Question:
     """Of a run that has a model and a training. Spares do not train."""
     return Question(model=config.model, training=config.training, cluster=config.cluster, request=config.parallel,
                     num_nodes=config.cluster.num_nodes - config.placement.spares,
-                    allow_tp_across_nodes=config.placement.allow_tp_across_nodes, trainable=trainable,
-                    document_mask=config.data is not None and config.data.document_mask)
+                    allow_tp_across_nodes=config.placement.allow_tp_across_nodes, trainable=trainable)
 
 
 def make_plan(loaded: Loaded, *, trainable: bool, axes: bool = False) -> Plan | None:

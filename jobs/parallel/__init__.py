@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from jobs.loss import cross_entropy
-from jobs.mesh import axis_size, coordinate, fsdp_mesh
+from jobs.mesh import axis_size, coordinate, fsdp_mesh, local_of
 from jobs.model.initial import initial_slice
 from jobs.model.transformer import Transformer
 from jobs.parallel.buckets import Buckets, Unit
@@ -55,10 +55,14 @@ class ParallelModel:
         self.buckets = buckets
         self._sequences = sequences
         self._tied_across_stages = tied and axis_size(mesh, "pp") > 1 and (self.holds_first or self.holds_last)
-        self.parameters = named_parameters(model_parts, buckets=buckets)
+        weights = named_weights(model_parts)
+        self.parameters = {name: weight if buckets is None else buckets.master_of(weight)
+                           for name, weight in weights.items()}
+        self.gradients: dict[str, Tensor] = {}  # of `parameters`, this rank's shards
+        self._weights = weights
         # not updated by the optimizer, but part of the model's state
         self.buffers = {name: t for part in model_parts for name, t in router_biases(part, mesh=mesh).items()}
-        self._partial = [self.parameters[name] for part in model_parts for name in partial_parameters(part)]
+        self._partial = [name for part in model_parts for name in partial_parameters(part)]
 
     @property
     def copies(self) -> frozenset[str]:
@@ -74,20 +78,28 @@ class ParallelModel:
 
     def forward_backward(self, inputs: Tensor | None, targets: Tensor | None, *, documents: Tensor | None = None,
                          step: int = 0) -> Tensor:
-        """All microbatches of a step, [num_microbatches·microbatch_size, seq/cp]. Afterwards the gradient of each
-        of `parameters` is the sum over the global batch. Returns this rank's share of the loss (zero but on the last
-        stage). `documents`, on every stage: int32 [num_microbatches·microbatch_size, seq] of whole sequences, on the
+        """All microbatches of a step, [num_microbatches·microbatch_size, seq/cp]. Afterwards `gradients` are the sums
+        over the global batch. Returns this rank's share of the loss (zero but on the last stage). `documents`, on every stage: int32 [num_microbatches·microbatch_size, seq] of whole sequences, on the
         host: tokens see only those of the same number; they never decrease along a sequence."""
         loss = self.schedule.forward_backward(inputs, targets, self._sequences.at(step, documents=documents))
-        if self.buckets is not None:
-            self.buckets.finish()
+        self.gradients = self._take_gradients()
         if self._partial:
-            reduce_partial_gradients(self._partial, group=self.mesh.get_group("tp"))
+            reduce_partial_gradients([self.gradients[name] for name in self._partial], group=self.mesh.get_group("tp"))
         if self._tied_across_stages:
-            tied = [p for name, p in self.parameters.items() if name.removesuffix(COPY) == TIED]
+            tied = [grad for name, grad in self.gradients.items() if name.removesuffix(COPY) == TIED]
             sum_tied_gradients(tied, mesh=self.mesh, is_first=self.holds_first)
         update_balance(self.model_parts, mesh=self.mesh)
         return loss
+
+    @torch.no_grad()
+    def _take_gradients(self) -> dict[str, Tensor]:
+        if self.buckets is not None:
+            found = self.buckets.finish()
+            return {name: found[weight] for name, weight in self._weights.items()}
+        found = {name: local_of(weight.grad) for name, weight in self._weights.items()}
+        for weight in self._weights.values():
+            weight.grad = None
+        return found
 
     def refresh_weights(self) -> None:
         """To be called whenever `parameters` have been changed: what computes may be a copy of them."""
@@ -95,13 +107,13 @@ class ParallelModel:
             self.buckets.refresh_weights()
 
 
-def named_parameters(model_parts: tuple[nn.Module, ...], *, buckets: Buckets | None) -> dict[str, nn.Parameter]:
-    """What is updated and saved, by name in the whole model: float32, this rank's shards."""
+def named_weights(model_parts: tuple[nn.Module, ...]) -> dict[str, nn.Parameter]:
+    """Of all parts, by name in the whole model."""
     found: dict[str, nn.Parameter] = {}
     for part in model_parts:
         for name, weight in part.named_parameters():
             name = name + COPY if name in found else name
-            found[name] = weight if buckets is None else buckets.master_of(weight)
+            found[name] = weight
     return found
 
 

@@ -41,8 +41,6 @@ class _Bucket:
         self._empty = torch.empty if all(master.is_even for master in masters) else torch.zeros
         self.waiting = 0  # backward passes of its weights still to come in this step
         self.summed: Tensor | None = None  # this step's gradients so far, [fsdp, numel]
-        self._places: dict[Master, list[Tensor]] = {}  # in it
-        self._missing: set[Master] = set()  # of whom it holds nothing yet
         self.reduced: Tensor | None = None  # this rank's part of the sum, flat
         self.to_replicate = False  # still to be summed over replicas
         self.gathered: Tensor | None = None  # [fsdp, numel]
@@ -52,36 +50,37 @@ class _Bucket:
         """One backward pass's gradient of one weight."""
         if self.summed is None:
             self._begin(dtype)
-        first = master in self._missing
-        self._missing.discard(master)
-        for into, rows in zip(self._places[master], master.cut(grad)):
-            into.copy_(rows) if first else into.add_(rows)
+        for into, rows in zip(master.into, master.cut(grad)):
+            into.copy_(rows) if master.is_new else into.add_(rows)
+        master.is_new = False
 
     def take(self, *, dtype: torch.dtype) -> Tensor:
         """The whole message, [fsdp, numel]."""
         if self.summed is None:
             self._begin(dtype)
-        for master in self._missing:  # no token of this rank has used it
-            for into in self._places[master]:
-                into.zero_()
-        summed, self.summed, self._places = self.summed, None, {}
+        for master in self.masters:
+            if master.is_new:  # no token of this rank has used it
+                for into in master.into:
+                    into.zero_()
+            master.into, master.is_new = [], True
+        summed, self.summed = self.summed, None
         return summed
 
     def _begin(self, dtype: torch.dtype) -> None:
         self.summed = self._empty(self.shards.size(), self.numel, dtype=dtype, device=self.masters[0].whole.device)
-        self._places = {m: m.places(part) for m, part in zip(self.masters, self.summed.split(self._sizes, dim=1))}
-        self._missing = set(self.masters)
+        for master, part in zip(self.masters, self.summed.split(self._sizes, dim=1)):
+            master.into = master.places(part)
 
     def wait(self) -> None:
         while self.work:
             self.work.pop().wait()
 
-    def give(self) -> None:
-        """Each master its part of the sum, as its gradient."""
+    def results(self) -> dict[nn.Parameter, Tensor]:
+        """Of each weight this rank's rows of the sum, in float32."""
         self.wait()
         reduced, self.reduced = self.reduced.float(), None
-        for master, part in zip(self.masters, reduced.split(self._sizes)):
-            master.parameter.grad = master.wrap_gradient(part[:master.local.numel()].view_as(master.local))
+        return {master.weight: part[:master.local.numel()].view_as(master.local)
+                for master, part in zip(self.masters, reduced.split(self._sizes))}
 
     def gather(self) -> None:
         """Start to gather what the masters have become."""
@@ -139,7 +138,7 @@ class Buckets:
         for master in bucket.masters:
             self._home[master.weight] = bucket, master
             master.weight.register_post_accumulate_grad_hook(self.accumulated)
-        for module in unit.modules:
+        for module in unit.modules if unit.shards.size() > 1 else ():
             module.register_forward_pre_hook(bucket.unpack)
         return bucket
 
@@ -167,14 +166,14 @@ class Buckets:
         while self._started < len(self._order) and self._order[self._started].waiting <= 0:
             self._start()
 
-    def finish(self) -> None:
-        """Wait for all reductions; every master's gradient is then the sum over all data-parallel ranks."""
+    def finish(self) -> dict[nn.Parameter, Tensor]:
+        """Wait for all reductions. Of every weight: its master's gradient, summed over all data-parallel ranks."""
         while self._started < len(self._order):  # weights that no token of this rank has used
             self._start()
         self._replicate(self._order[-1])
-        for bucket in self._order:
-            bucket.give()
+        found = {weight: grad for bucket in self._order for weight, grad in bucket.results().items()}
         self._begin()
+        return found
 
     def _start(self) -> None:
         """Reduce the next bucket in order."""

@@ -31,11 +31,13 @@ class Master:
         self._num_shards = num_shards
         self.is_even = rows == num_shards * self.padded_rows
         self.pieces = self.cut(self.whole)
+        self.into: list[Tensor] = []  # of this step's message, as places() gives them
+        self.is_new = True  # they hold nothing yet
         self._mesh, self._placements = _placed(weight, shards=shards, replicas=replicas)
         if self.shares_storage and num_shards == replicas.size() == 1:
             self.parameter = weight
         else:
-            self.parameter = nn.Parameter(self.wrap(self.local))
+            self.parameter = nn.Parameter(self._wrap(self.local))
 
     def cut(self, whole: Tensor) -> list[Tensor]:
         """Views that cover `whole`, of the weight's shape: row r is with shard r // padded_rows. Where all shards have
@@ -48,11 +50,7 @@ class Master:
         """Where in `part`, this weight's columns of a buffer [shards, numel], the pieces of cut() lie."""
         return [part] if self.is_even else [row[:piece.numel()] for row, piece in zip(part, self.pieces)]
 
-    def wrap_gradient(self, local: Tensor) -> Tensor:
-        """As `wrap`. DTensor.from_local goes through autograd and checks the mesh: 6% of a small model's step."""
-        return local if self._mesh is None else DTensor(local, self.parameter._spec, requires_grad=False)
-
-    def wrap(self, local: Tensor) -> Tensor:
+    def _wrap(self, local: Tensor) -> Tensor:
         """`local` as a tensor of the weight's global shape; itself where nothing is spread over ranks."""
         if self._mesh is None:
             return local

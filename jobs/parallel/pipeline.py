@@ -31,7 +31,6 @@ from torch.distributed.pipelining import (PipelineStage, ScheduleDualPipeV, Sche
 from torch.distributed.pipelining.schedules import (_Action, _add_reduce_grad, _add_send_recv, _ComputationType,
                                                     _PipelineScheduleRuntime)
 
-from jobs.mesh import local_of
 from jobs.spec.parallel import Layout
 from jobs.spec.training import TrainingSpec
 
@@ -109,13 +108,51 @@ class MicrobatchLoop:
 
 
 class Stage(PipelineStage):
-    """A stage whose weight gradients are reported and reduced as data parallelism needs it."""
+    """A stage whose weight gradients are reported and reduced as data parallelism needs it, and which holds what is
+    received from when it is received until it has been used: torch's keeps a buffer for every microbatch of a step, in
+    both directions, for ever."""
 
     def __init__(self, *args: Any, accumulated: Accumulated | None, reduce_every_microbatch: bool,
                  **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._accumulated = accumulated
         self._reduce_every_microbatch = reduce_every_microbatch
+
+    def _setup_forward_recv_info(self, num_microbatches, has_backward):
+        super()._setup_forward_recv_info(num_microbatches, has_backward)
+        for microbatch in range(num_microbatches):
+            _drop(self.args_recv_info[microbatch])
+
+    def _create_grad_recv_info(self, act_send_info):
+        return _drop(super()._create_grad_recv_info(act_send_info))
+
+    def get_fwd_recv_ops(self, fwd_chunk_id):
+        self._allocate(self.args_recv_info[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id):
+        self._allocate(self.grad_recv_info[bwd_chunk_id])
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def _retrieve_recv_activations(self, fwd_chunk_id):
+        received = super()._retrieve_recv_activations(fwd_chunk_id)
+        _drop(self.args_recv_info[fwd_chunk_id])
+        return received
+
+    def _retrieve_recv_grads(self, bwd_chunk_id):
+        received = super()._retrieve_recv_grads(bwd_chunk_id)
+        _drop(self.grad_recv_info[bwd_chunk_id])
+        return received
+
+    def _allocate(self, messages) -> None:
+        for one in messages:
+            if not one.is_root_arg:
+                one.buffer = torch.empty(one.tensor_meta.shape, dtype=one.tensor_meta.dtype, device=self.device)
+
+    def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True, last_backward=False):
+        super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward)
+        for tensor in self.backward_state.get(bwd_chunk_id, ((),))[0]:
+            tensor.grad = None  # has been handed on; the second half would hold it until it runs
 
     def backward_maybe_with_nosync(self, backward_type, bwd_kwargs, last_backward=False):
         result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
@@ -134,6 +171,12 @@ class Stage(PipelineStage):
             for group in unit._fsdp_param_groups:
                 group.post_backward()
         state._root_post_backward_final_callback()
+
+
+def _drop(messages):
+    for one in messages:
+        one.buffer = None
+    return messages
 
 
 def _no_second_half() -> Callable[[], None]:
@@ -182,14 +225,13 @@ def boundary_shapes(*, hidden: tuple[int, ...], vocab_size: int, layout: Layout,
     return tokens, passed, logits
 
 
-def sum_tied_gradients(embeddings: list[nn.Parameter], *, mesh: DeviceMesh, is_first: bool) -> None:
+def sum_tied_gradients(grads: list[Tensor], *, mesh: DeviceMesh, is_first: bool) -> None:
     """Tied embeddings live on the first and the last stage: both add the other's gradient to their own.
 
-    `embeddings`: what the optimizer updates here, of one end or (in a V) of both. Each rank talks to the one of its
+    `grads`: this rank's shards, of one end or (in a V) of both. Each rank talks to the one of its
     own coordinate on all other axes, whose shard is the same. Two addends commute exactly, so both copies stay equal
     bit for bit, step after step.
     """
-    grads = [local_of(p.grad) for p in embeddings]
     if len(grads) == 2:
         grads[0] += grads[1]
         grads[1].copy_(grads[0])

@@ -46,7 +46,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from jobs.mesh import local_of
 from jobs.model.attention import Attention
 from jobs.model.latent import LatentAttention
 from jobs.model.layers import FeedForward, Norm
@@ -258,12 +257,9 @@ def partial_parameters(model: nn.Module) -> list[str]:
             for name in getattr(module, "partial_gradients", ())]
 
 
-def reduce_partial_gradients(parameters: list[nn.Parameter], *, group: dist.ProcessGroup) -> None:
+def reduce_partial_gradients(grads: list[Tensor], *, group: dist.ProcessGroup) -> None:
     """Add up the addends, after data parallelism has reduced: one all-reduce for all of them, because with a small
     message per norm the latency of 2·layers+1 all-reduces would be paid instead."""
-    grads = [local_of(p.grad) for p in parameters]
-    if not grads:
-        return
     flat = torch.cat([g.flatten() for g in grads])
     dist.all_reduce(flat, group=group)
     for grad, total in zip(grads, flat.split([g.numel() for g in grads])):

@@ -78,7 +78,7 @@ def step(job: JobSpec, *, parallel: ParallelModel, optimizer: Optimizer, mesh: D
     loss = parallel.forward_backward(tokens, tokens, documents=documents, step=1)
     if parallel.holds_last:
         all_reduce(loss, mesh=mesh, axes=LOSS_AXES)
-    optimizer.step(1)
+    optimizer.step(1, parallel.gradients)
     parallel.refresh_weights()
 
 

@@ -123,6 +123,7 @@ class PeakMemory(TorchDispatchMode):
         return found
 
     def _gradients(self) -> Iterator[Tensor | None]:
+        yield from self.parallel.gradients.values()
         for parameter in (*self.parallel.parameters.values(), *self._parts):
             yield parameter.grad
         for param in self._sharded:

@@ -62,6 +62,18 @@ def block_shape(model: ModelSpec, *, microbatch_size: int, seq_len: int, element
                       latent=latent, value_dim=value, routed=routed)
 
 
+def waiting_gradient_bytes(shape: BlockShape, *, tp: int, sequence_parallel: bool) -> float:
+    """Gradients of the outputs of a block's norms and linear maps, which a backward that is cut in two hands from its
+    first half to its second. Those of wo and down are of the whole width: they were gathered on their way in."""
+    on_sequence = tp if sequence_parallel else 1
+    value = shape.head_dim if shape.value_dim is None else shape.value_dim
+    split = shape.num_heads * shape.head_dim + shape.num_kv_heads * (shape.head_dim + value)
+    split += (2 if shape.gated_ffn else 1) * shape.ffn_dim
+    down = shape.routed * shape.dim / on_sequence if shape.routed else shape.dim
+    each = shape.norms * shape.dim / on_sequence + split / tp + shape.latent + shape.dim + down
+    return shape.element_bytes * shape.seq_len * shape.microbatch_size * each
+
+
 def block_activation_bytes(shape: BlockShape, *, tp: int, sequence_parallel: bool, recompute: Recompute) -> float:
     """Activations that one block keeps for one microbatch, on one rank.
 

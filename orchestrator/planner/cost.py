@@ -23,7 +23,7 @@ from orchestrator.planner.compute import Shape, shape_of
 from orchestrator.planner.links import expert_shards
 from orchestrator.planner.memory import stage_memory
 from orchestrator.planner.plan import Prediction, StageMemory, Transfer
-from orchestrator.planner.schedules import peak_held, stages_of
+from orchestrator.planner.schedules import peaks, stages_of
 from orchestrator.planner.software import OURS, Software
 from orchestrator.planner.stages import StageCost, stage_cost
 from orchestrator.planner.timeline import StageTimes, Timeline, pipeline_s, timeline
@@ -144,29 +144,33 @@ def _exposed(transfer: Transfer, exposed_s: float) -> Transfer:
 def _telling_ranks(model: ModelSpec, layout: Layout) -> tuple[int, ...]:
     """Pipeline ranks one of which is the heaviest."""
     return _telling(model, layout.schedule, layout.dims.pp, layout.virtual_stages, layout.num_microbatches,
-                    layout.layers_per_stage)
+                    layout.layers_per_stage, split=layout.recompute == "none")
 
 
 @functools.lru_cache(maxsize=16384)
 def _telling(model: ModelSpec, schedule: Schedule, pp: int, virtual_stages: int, num_microbatches: int,
-             layers_per_stage: tuple[int, ...]) -> tuple[int, ...]:
+             layers_per_stage: tuple[int, ...], split: bool) -> tuple[int, ...]:
     """Those that no other rank outdoes in everything that takes memory: ends of the model, layers of each kind,
-    microbatches held of a stage and of each kind of layer. Of equal ranks the first."""
+    microbatches held, and waiting, of a stage and of each kind of layer. Of equal ranks the first."""
     if pp == 1:
         return (0,)
     starts = [0, *itertools.accumulate(layers_per_stage)]
     takes: dict[tuple[int, ...], int] = {}
     for rank in range(pp):
         stages = stages_of(schedule, rank=rank, pp=pp, virtual_stages=virtual_stages)
-        held = peak_held(schedule, rank=rank, pp=pp, virtual_stages=virtual_stages, num_microbatches=num_microbatches)
+        moments = peaks(schedule, rank=rank, pp=pp, virtual_stages=virtual_stages, num_microbatches=num_microbatches,
+                        split=split)
         layers: Counter = Counter()
-        for stage, count in zip(stages, held):
+        for i, stage in enumerate(stages):
             for moe, window, number in like_layers(model, starts[stage], starts[stage + 1]):
                 layers["layers", moe, window] += number
-                layers["held", moe, window] += number * count
-        kinds = [layers[what, moe, window] for moe, window, _ in like_layers(model, 0, model.num_layers)
-                 for what in ("layers", "held")]
-        takes.setdefault((rank == 0, len(layers_per_stage) - 1 in stages, sum(held), *kinds), rank)
+                for moment, (held, waiting) in enumerate(moments):
+                    layers[moment, moe, window] += number * held[i]
+                    layers[moment, moe, window, "waiting"] += number * waiting[i]
+        names = ["layers", *range(len(moments))]
+        kinds = [layers[what, moe, window, *rest] for moe, window, _ in like_layers(model, 0, model.num_layers)
+                 for what in names for rest in ((), ("waiting",))]
+        takes.setdefault((rank == 0, len(layers_per_stage) - 1 in stages, sum(moments[0][0]), *kinds), rank)
     found: list[tuple[int, ...]] = []
     for one in sorted(takes, reverse=True):
         if not any(all(map(operator.ge, other, one)) for other in found):

@@ -3,19 +3,18 @@
 Called by the search for every candidate, so it is plain arithmetic. By default it describes our own trainer
 (FSDP2 with float32 master weights, flash attention); Software describes others. It knows nothing of time.
 
-Sources: ZeRO (arXiv:1910.02054) for states; Korthikanti et al. (arXiv:2205.05198) for activations, generalised
-here to grouped-query attention, gated FFNs, latent attention and experts; schedules for microbatches in flight.
+Sources: ZeRO (arXiv:1910.02054) for states; what microbatches hold is in held.
 """
 import functools
 
 from jobs.spec.job import Device
 from jobs.spec.model import ModelSpec
-from jobs.spec.parallel import ZERO_BUBBLE_SCHEDULES, Layout, ParallelDims, Recompute
+from jobs.spec.parallel import ZERO_BUBBLE_SCHEDULES, Layout, ParallelDims
 from jobs.spec.training import DTYPE_BYTES, TrainingSpec
 from orchestrator.planner.activations import BlockShape, block_activation_bytes, block_shape
+from orchestrator.planner.held import activations_bytes, in_flight, logits_bytes, moments
 from orchestrator.planner.links import expert_shards
 from orchestrator.planner.plan import StageMemory
-from orchestrator.planner.schedules import peak_held
 from orchestrator.planner.software import OURS, Software
 from orchestrator.planner.weights import (Weights, block_params, ends_params, layer_kinds, layer_weights, rank_weights,
                                           stage_weights)
@@ -30,17 +29,6 @@ COLLECTIVE_BUFFERS_BYTES = 2 * 2**20  # of NCCL, per channel pair and group of r
 CHANNELS = 16
 
 
-def in_flight(layout: Layout, rank: int) -> int:
-    """Microbatches that pipeline rank `rank` holds at its peak, of the stage that holds most of them."""
-    return max(_held(layout, rank))
-
-
-def _held(layout: Layout, rank: int) -> tuple[int, ...]:
-    schedule = layout.schedule if layout.dims.pp > 1 else "1f1b"
-    return peak_held(schedule, rank=rank, pp=layout.dims.pp, virtual_stages=layout.virtual_stages,
-                     num_microbatches=layout.num_microbatches)
-
-
 def stage_params(model: ModelSpec, layout: Layout, stage: int) -> int:
     """Parameters of one stage on one tp rank, before FSDP shards them."""
     return stage_weights(model, layout, stage).total
@@ -52,12 +40,17 @@ def stage_memory(model: ModelSpec, layout: Layout, *, training: TrainingSpec, st
     weights = rank_weights(model, layout, stage)
     shards = _Shards(weights, layout)
     parameters, gradients = _states(layout, training=training, shards=shards, software=software)
-    kept, again = _activations_bytes(model, layout, training=training, rank=stage, device=device, software=software)
+    kept, again = activations_bytes(model, layout, training=training, rank=stage, device=device, software=software)
     last = layout.num_stages - 1 in layout.stages(stage)
-    logits = _logits_bytes(model, layout, training=training, software=software) if last else 0
+    logits = logits_bytes(model, layout, training=training, software=software) if last else 0
     # Logits are gone before the first block of the backward is recomputed and the unit behind it gathered.
     activations, left = kept + max(0, again - logits), max(0, logits - again)
-    second = _second_halves_bytes(layout, training=training, shards=shards, software=software)
+    second = _second_halves_bytes(model, layout, training=training, rank=stage, software=software)
+    if not software.keeps_half_weights and all(n == layout.num_microbatches for n in moments(layout, stage)[0][0]):
+        # No backward has run at the peak: before there are all gradients, one microbatch's activations are gone.
+        # (Trainers that keep half weights keep room for their gradients, too.)
+        end = DTYPE_BYTES[training.param_dtype] * _largest_unit(model, layout, stage)[1]
+        gradients = max(0, gradients + end - (kept + logits) // layout.num_microbatches)
     gathered, ahead = _gathered_bytes(model, layout, training=training, rank=stage, software=software)
     reduction = _reduction_bytes(model, layout, training=training, rank=stage, activations=activations, logits=logits,
                                  software=software)
@@ -103,18 +96,20 @@ def _states(layout: Layout, *, training: TrainingSpec, shards: _Shards, software
         # in the messages that will be reduced: float32 while microbatches are summed
         return sharded, max(sharded, MASTER_BYTES * shards.whole if layout.num_microbatches > 1 else whole)
     # Gradients are reduced with the last microbatch, so until then a rank sums the unsharded gradients of its
-    # stage (torch's pipeline stages do the same). The shards replace them unit by unit: the larger counts.
-    accumulates = layout.num_microbatches > 1 and not layout.reduce_every_microbatch
+    # stage (torch's pipeline stages do the same, even of one). The shards replace them unit by unit: the larger counts.
+    accumulates = (layout.num_microbatches > 1 or layout.dims.pp > 1) and not layout.reduce_every_microbatch
     return sharded, max(sharded, whole) if accumulates else sharded
 
 
-def _second_halves_bytes(layout: Layout, *, training: TrainingSpec, shards: _Shards, software: Software) -> int:
-    """Of gradients that the second halves of split backwards have added under FSDP: in param_dtype, until the next
-    first half moves them to the sums."""
+def _second_halves_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSpec, rank: int,
+                         software: Software) -> int:
+    """Of gradients that the second half of a split backward has added, in param_dtype: all of its stage, before they
+    are moved to the sums. Under FSDP the next first half moves them, and other stages' are there as well."""
     split = layout.dims.pp > 1 and layout.schedule in ZERO_BUBBLE_SCHEDULES and layout.recompute == "none"
-    if not split or _whole_weights(layout) or layout.reduce_every_microbatch or software.keeps_half_weights:
+    if not split or layout.reduce_every_microbatch or software != OURS:
         return 0
-    return DTYPE_BYTES[training.param_dtype] * shards.whole
+    stages = [stage_weights(model, layout, stage).total for stage in layout.stages(rank)]
+    return DTYPE_BYTES[training.param_dtype] * (max(stages) if _whole_weights(layout) else sum(stages))
 
 
 def _optimizer_bytes(layout: Layout, *, shards: _Shards, training: TrainingSpec, software: Software) -> int:
@@ -138,11 +133,13 @@ def _gathered_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSpec,
         # 16-bit copies beside the masters; float32 masters are rows of the whole weights themselves
         shard = _Shards(rank_weights(model, layout, rank), layout).shard
         return element * whole if element < MASTER_BYTES else element * (whole - shard), 0
+    unit, _ = _largest_unit(model, layout, rank)
     if not layout.reshard_after_forward or dims.fsdp == 1 or dims.pp > 1 or layout.schedule in ZERO_BUBBLE_SCHEDULES:
         # FSDP copies even what it need not gather. Under a pipeline torch leaves every unit unsharded from one
-        # microbatch's backward to the next forward: at the peak the whole stage is gathered.
-        return element * whole, 0
-    unit, _ = _largest_unit(model, layout, rank)
+        # microbatch's backward to the next forward: at the peak the whole stage is gathered. Where that is behind the
+        # first forward, the message of the last gather is still there.
+        first = dims.pp == 1 and (layout.num_microbatches == 1 or layout.reduce_every_microbatch)
+        return element * (whole + unit * first), 0
     ends = ends_params(model, tp=dims.tp, first=True, last=True)  # they are gathered with a unit of layers
     together = min(whole, unit + ends)
     return element * together, element * min(whole - together, (GATHERED_UNITS - 1) * unit)
@@ -190,63 +187,6 @@ def _largest(model: ModelSpec, layers_per_stage: tuple[int, ...], stages: tuple[
     last = ends_params(model, tp=tp, first=False, last=True) if len(layers_per_stage) - 1 in stages else 0
     first = ends_params(model, tp=tp, first=True, last=False) if 0 in stages else 0
     return max(found), max(first, last)
-
-
-def _stage_kinds(model: ModelSpec, layout: Layout, stage: int) -> list[tuple[int, int]]:
-    start = sum(layout.layers_per_stage[:stage])
-    return layer_kinds(model, start, start + layout.layers_per_stage[stage])
-
-
-def _activations_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSpec, rank: int, device: Device,
-                       software: Software) -> tuple[int, int]:
-    """What the forward keeps for the backward, of every stage of the rank and every microbatch in flight; and what the
-    backward holds of one block beside that, while it is recomputed."""
-    dims = layout.dims
-    element = DTYPE_BYTES[training.param_dtype]
-    seq_len = training.seq_len // dims.cp
-    hidden = element * seq_len * layout.microbatch_size * model.dim
-    hidden /= dims.tp if layout.sequence_parallel else 1
-    total = again = 0.0
-    for stage, held in zip(layout.stages(rank), _held(layout, rank)):
-        blocks = 0.0
-        for layer, count in _stage_kinds(model, layout, stage):
-            per_block, whole = _block_bytes(model, layer, microbatch_size=layout.microbatch_size, seq_len=seq_len,
-                                            element=element, device=device, recompute=layout.recompute, tp=dims.tp,
-                                            sequence_parallel=layout.sequence_parallel, software=software)
-            blocks += count * per_block
-            again = max(again, whole - per_block)  # the block being recomputed
-        # What a pipeline stage received and what it sent on are both kept until the backward; the last stage
-        # keeps the inputs of the final norm and of the output projection.
-        ends = stage == layout.num_stages - 1 or (layout.num_stages > 1 and not software.frees_outputs)
-        boundary = 2 * hidden if ends else hidden
-        total += held * (blocks + boundary)
-    if software == OURS and layout.sequence_parallel and dims.tp > 1:
-        # Whole for a moment, and one block's: the gradient of its output, its input, and the gradient of that.
-        again += 3 * hidden * dims.tp
-    return int(total), int(again)
-
-
-@functools.lru_cache(maxsize=16384)
-def _block_bytes(model: ModelSpec, layer: int, *, microbatch_size: int, seq_len: int, element: int, device: Device,
-                 recompute: Recompute, tp: int, sequence_parallel: bool,
-                 software: Software) -> tuple[float, float]:
-    """What one layer keeps of a microbatch, and what it holds while it is recomputed. Asked for every layout."""
-    shape = block_shape(model, microbatch_size=microbatch_size, seq_len=seq_len, element_bytes=element, device=device,
-                        layer=layer, software=software)
-    split = {"tp": tp, "sequence_parallel": sequence_parallel}
-    kept = block_activation_bytes(shape, recompute=recompute, **split)
-    return kept, block_activation_bytes(shape, recompute="none", **split) if recompute != "none" else kept
-
-
-def _logits_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSpec, software: Software) -> int:
-    """Logits as the projection gave them, float32 probabilities and their gradient, and the gradient cast back: 12
-    bytes in either precision; a fused loss needs the first two. Of one microbatch where the last stage runs its
-    backward at once; gpipe keeps the first two of all the others."""
-    element = DTYPE_BYTES[training.param_dtype]
-    each = training.seq_len // layout.dims.cp * layout.microbatch_size * model.vocab_size // layout.dims.tp
-    waiting = layout.num_microbatches - 1 if layout.schedule == "gpipe" and layout.dims.pp > 1 else 0
-    at_work = 0 if software.fused_loss else 4 + (element if element < 4 else 0)
-    return each * ((waiting + 1) * (element + 4) + at_work)
 
 
 def _buffers_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSpec, device: Device) -> int:

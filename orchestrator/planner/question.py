@@ -27,7 +27,6 @@ class Question:
     num_nodes: int  # that may train: spares are not among them
     allow_tp_across_nodes: bool
     trainable: bool = False  # only what this version's trainer runs
-    document_mask: bool = False
 
     @property
     def world_size(self) -> int:
@@ -37,7 +36,7 @@ class Question:
         """Why this version's trainer does not run the layout; empty if it does."""
         found = support.layout_problems(layout)
         if self.training.compile:
-            found += support.compile_problems(layout, model=self.model, documents=self.document_mask)
+            found += support.compile_problems(layout)
         return found
 
 

@@ -82,7 +82,7 @@ def verify(config: RunConfig, plan: Plan, *, ranks: tuple[int, ...] = ()) -> Ver
                                  f"{world - 1}")])
     job = assemble_job(config, layout=layout, world_size=world, run_dir=config.run_dir, attempt=1, resume_step=None)
     chosen = ranks or telling_ranks(layout)
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         path = Path(folder) / "job.json"
         path.write_text(json.dumps(to_dict(job)))
         answers = list(pool.map(lambda rank: _ask(path, rank), chosen))

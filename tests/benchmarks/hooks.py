@@ -98,7 +98,7 @@ class Turns:
 def bare_step(trainer: Trainer, step: int) -> None:
     batch = trainer.loader.batch(trainer.progress.data_cursor)
     loss = trainer.parallel.forward_backward(batch.inputs, batch.targets, step=step, documents=batch.documents)
-    norm, _ = trainer.optimizer.step(step)
+    norm, _ = trainer.optimizer.step(step, trainer.parallel.gradients)
     trainer.parallel.refresh_weights()
     loss.item(), norm.item()
     trainer.progress = replace(trainer.progress, step=step, data_cursor=trainer.progress.data_cursor + 1)

@@ -37,6 +37,7 @@ SLOW = {
     "pp2 in a V, recompute selective": (dict(pp=2, schedule="zbv", virtual_stages=2, zero_stage=2,
                                              recompute="selective"), TINY),
     "GPT: dropout": (dict(), GPT),
+    "GPT: dropout, recompute selective": (dict(recompute="selective"), GPT),
     "Gemma 2: windows and caps": (dict(recompute="full"), GEMMA2),
     "Gemma 2, recompute selective": (dict(recompute="selective"), GEMMA2),
     "MLA": (dict(), LATENT),
@@ -63,8 +64,9 @@ def test_compiled_layers_combined_match_single_rank(case, tmp_path):
 
 
 @pytest.mark.slow
-def test_compiled_layers_match_single_rank_with_packed_documents(tmp_path):
-    spec = job(tmp_path, layout(recompute="full"), training=COMPILED)
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_compiled_layers_match_single_rank_with_packed_documents(recompute, tmp_path):
+    spec = job(tmp_path, layout(recompute=recompute), training=COMPILED)
     found = test_documents.run_packed(spec, timeout_s=START_S)
     assert_same_run(found, final_parameters(spec), *test_documents.reference(TINY))
 

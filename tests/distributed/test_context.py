@@ -9,7 +9,7 @@ import torch.distributed as dist
 from jobs.model.attention import causal_attention
 from jobs.model.places import Places, Tokens, document_starts, locate, sequence_keys
 from jobs.model.rule import AttentionKind, Rule
-from jobs.parallel.context import ContextAttention, _blocks_of_all
+from jobs.parallel.context import ContextAttention, _blocks, _blocks_of_all
 from jobs.spec.parallel import cp_chunks
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, assert_matches_single_rank, layout
@@ -104,11 +104,34 @@ def test_what_no_query_sees_is_not_computed():
 
 
 @pytest.mark.parametrize("cp", [1, 2, 3, 8])
-def test_ranks_share_the_work_equally(cp):
-    """Every rank's queries see equally many pairs of chunks, and every chunk is on one rank."""
-    held = [cp_chunks(cp, rank) for rank in range(cp)]
-    assert sorted(chunk for chunks in held for chunk in chunks) == list(range(2 * cp))
-    assert len({sum(chunks) for chunks in held}) == 1
+def test_every_chunk_of_a_sequence_is_on_one_rank(cp):
+    assert sorted(chunk for rank in range(cp) for chunk in cp_chunks(cp, rank)) == list(range(2 * cp))
+
+
+def pairs(blocks) -> int:
+    """Of queries and keys, as the kernels compute them: of a block that is only causal the triangle."""
+    causal = Rule(kind=PLAIN)
+    return sum(block.num_queries * (block.num_queries + 1) // 2 if causal.is_triangle(block)
+               else block.num_queries * block.num_keys for block in blocks)
+
+
+@pytest.mark.parametrize("cp", [2, 3, 8])
+def test_ranks_share_the_work_of_every_hop_equally(cp):
+    """Ranks of a ring wait for each other at every hop: equal sums would not do."""
+    rule, seq_len = Rule(kind=PLAIN), SEQ // cp // 2 * 2
+    for hop in range(cp):
+        work = {pairs(_blocks(cp_chunks(cp, rank), cp_chunks(cp, (rank - hop) % cp), seq_len=seq_len, rule=rule))
+                for rank in range(cp)}
+        assert len(work) == 1 and work != {0}, hop
+
+
+def gathered_work(cp: int) -> int:
+    return pairs(_blocks_of_all(SEQ // cp, Rule(kind=PLAIN), dist.group.WORLD))
+
+
+def test_ranks_share_the_work_of_gathered_keys_equally():
+    found = run_ranks(gathered_work, world_size=4, args=(4,))
+    assert found == [SEQ * (SEQ + 1) // 2 // 4] * 4  # a quarter of all pairs that are seen, and no other
 
 
 TIED = dataclasses.replace(TINY, tie_embeddings=True)

@@ -150,7 +150,8 @@ def train_one_by_one(spec) -> tuple[list[float], dict[str, torch.Tensor]]:
                 loss = cross_entropy(model(document[None]), wanted[None], global_tokens=BATCH * SEQ)
                 loss.backward()
                 total += loss.item()
-        trainer.optimizer.step(step)
+        trainer.optimizer.step(step, {name: p.grad for name, p in trainer.parallel.parameters.items()})
+        model.zero_grad()
         losses.append(total)
     return losses, {f"model.{name}": p.detach().clone() for name, p in trainer.parallel.parameters.items()}
 

@@ -1,19 +1,21 @@
 """Experts spread over ranks compute what one rank computes: losses, gradient norms, final parameters and balance
 (the router's bias is compared with the parameters), and every token goes to the same experts in every layout."""
+import collections
 import dataclasses
+import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from jobs.mesh import coordinate
-from jobs.model.moe import Router
+from jobs.model.moe import MoE
 from jobs.parallel.expert import build_expert_mesh
 from jobs.spec.parallel import ParallelDims
 from tests.helpers.models import DEEPSEEK3, MIXTURE
 from tests.helpers.ranks import RanksFailed, run_ranks
-from tests.helpers.training import (TRAINING, assert_matches_single_rank, build_model, commit, job, layout, train_here,
-                                    train_job)
+from tests.helpers.training import (TRAINING, ListRecorder, assert_matches_single_rank, build_model, build_trainer,
+                                    commit, job, layout, train_here, train_job)
 
 pytestmark = pytest.mark.distributed
 
@@ -46,6 +48,10 @@ SLOW = {
     "ep2 in dp_shard2 × tp2, ZeRO-1": (dict(dp_shard=2, tp=2, ep=2, zero_stage=1), MIXTURE),
     "ep2 of cp2": (dict(cp=2, ep=2), MIXTURE),
     "ep2 in cp2 × tp2": (dict(cp=2, tp=2, ep=2), DEEPSEEK3),
+    "ep4 of cp2 × tp2": (dict(cp=2, tp=2, ep=4), MIXTURE),
+    "ep4 of dp_shard2 × cp2": (dict(dp_shard=2, cp=2, ep=4), MIXTURE),
+    "ep8 of dp_shard2 × cp2 × tp2": (dict(dp_shard=2, cp=2, tp=2, ep=8), DEEPSEEK3),
+    "ep4 in dp_shard2 × cp2 × tp2, ZeRO-1": (dict(dp_shard=2, cp=2, tp=2, ep=4, zero_stage=1), MIXTURE),
     "ep2 and replicas": (dict(dp_replicate=2, dp_shard=2, ep=2, microbatch_size=1), DEEPSEEK3),
     "ep2 and replicas, ZeRO-1": (dict(dp_replicate=2, dp_shard=2, ep=2, microbatch_size=1, zero_stage=1), MIXTURE),
     "pp2 × ep2": (dict(pp=2, dp_shard=2, ep=2), MIXTURE),
@@ -91,57 +97,57 @@ def test_empty_slots_are_not_in_the_balance(model, tmp_path):
 
 # ------------------------------------------------------------------ routing
 ROUTED = {
-    "one rank": dict(),
     "dp_shard2, ep2": dict(dp_shard=2, ep=2),
     "tp2, ep2": dict(tp=2, ep=2),
+    "cp2, ep2": dict(cp=2, ep=2),
     "pp2": dict(pp=2),
+    "replicas, microbatches of one": dict(dp_replicate=2, microbatch_size=1),
     "dp_shard2 × tp2, ep4": dict(dp_shard=2, tp=2, ep=4),
 }
+Choice = tuple[int, int, int, int]  # step, layer, sequence of the global batch, position
 
 
-def chosen_experts(spec) -> list[tuple[int, int, list[list[int]]]]:
-    """(layer, dp share, chosen experts of its tokens in order) of one step; of ranks that hold whole sequences, or
-    put together by those who split them."""
-    parallel, seen = build_model(spec), []
-    for part in parallel.model_parts:
-        for name, module in part.named_modules():
-            if isinstance(module, Router):
-                number = int(name.split(".")[1])
-                module.register_forward_hook(lambda _, __, out, number=number: seen.append((number, out[1].clone())))
-    share = spec.layout.dims.dp_index(coordinate(parallel.mesh))
-    rows = spec.layout.microbatch_size * spec.layout.num_microbatches
-    batch = (torch.arange(8 * 16).view(8, 16) * 7 % 256)[share * rows:(share + 1) * rows]
-    parallel.forward_backward(batch, batch)
-    found = []
-    for number, chosen in seen:
-        if spec.layout.dims.tp > 1:
-            whole = [torch.empty_like(chosen) for _ in range(spec.layout.dims.tp)]
-            dist.all_gather(whole, chosen, group=parallel.mesh.get_group("tp"))
-            chosen = torch.cat(whole)
-        found.append((number, share, chosen.sort(dim=-1).values.tolist()))
-    return found
+def chosen_experts(spec) -> dict[Choice, list[int]]:
+    """Of this rank's tokens in three steps."""
+    trainer = build_trainer(spec, recorder=ListRecorder(rank=dist.get_rank(), attempt=1))
+    where = spec.layout
+    first = where.dims.dp_index(coordinate(trainer.mesh)) * where.microbatch_size * where.num_microbatches
+    seen: dict[Choice, list[int]] = {}
+    microbatches, chosen = collections.Counter(), {}
+
+    def routed(layer: int, tokens) -> None:
+        begin = first + microbatches[step, layer] * where.microbatch_size
+        microbatches[step, layer] += 1
+        rows, positions = tokens.rows.flatten().tolist(), tokens.positions.flatten().tolist()
+        for row, position, experts in zip(rows, positions, chosen[layer].tolist(), strict=True):
+            seen[step, layer, begin + row, position] = sorted(experts)
+
+    for part in trainer.parallel.model_parts:
+        for name, layer in part.layers.items():
+            if isinstance(layer.ffn, MoE):
+                number = int(name)
+                layer.ffn.router.register_forward_hook(
+                    lambda _, __, out, number=number: chosen.update({number: out[1]}))
+                layer.ffn.register_forward_hook(lambda _, args, __, number=number: routed(number, args[1]))
+    for step in (1, 2, 3):
+        trainer._step(step)
+    return seen
 
 
-def routing(arguments, tmp_path) -> dict[int, list[list[int]]]:
-    """Layer → experts of every token of the batch, in order."""
-    spec = job(tmp_path, layout(model=DEEPSEEK3, **arguments), model=DEEPSEEK3)
-    of_ranks = run_ranks(chosen_experts, world_size=spec.world_size, args=(spec,))
-    shares: dict[tuple[int, int], list] = {}
-    for rank in of_ranks:
-        mine: dict[tuple[int, int], list] = {}
-        for number, share, chosen in rank:  # one entry per microbatch, in order
-            mine.setdefault((number, share), []).extend(chosen)
-        shares |= mine
-    return {number: sum((shares[key] for key in sorted(shares) if key[0] == number), [])
-            for number in sorted({number for number, _ in shares})}
+def routing(arguments, model, tmp_path) -> dict[Choice, list[int]]:
+    spec = job(tmp_path, layout(model=model, **arguments), model=model)
+    return {token: experts for of_rank in run_ranks(chosen_experts, world_size=spec.world_size, args=(spec,))
+            for token, experts in of_rank.items()}
 
 
-def test_every_token_goes_to_the_same_experts_in_every_layout(tmp_path):
-    wanted = routing(ROUTED["one rank"], tmp_path)
-    assert list(wanted) == [1, 2, 3] and all(len(chosen) == 8 * 16 for chosen in wanted.values())
-    assert len({tuple(choice) for choice in wanted[1]}) > 5
+@pytest.mark.parametrize("model", [DEEPSEEK3, pytest.param(MIXTURE, marks=pytest.mark.slow)], ids=["bias", "loss"])
+def test_every_token_goes_to_the_same_experts_in_every_layout(model, tmp_path):
+    wanted = routing({}, model, tmp_path)
+    layers = [layer for layer in range(model.num_layers) if model.is_moe(layer)]
+    assert set(wanted) == set(itertools.product((1, 2, 3), layers, range(8), range(16)))
+    assert len({tuple(choice) for choice in wanted.values()}) > 5
     for name, arguments in ROUTED.items():
-        assert routing(arguments, tmp_path) == wanted, name
+        assert routing(arguments, model, tmp_path) == wanted, name
 
 
 # ------------------------------------------------------------------ balance and state

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.communication import CommunicationLog
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, TRAINING, Outcome, build_model, job, layout, train_job
 
@@ -52,12 +53,47 @@ def dtypes(spec) -> tuple[set, set]:
     batch = torch.randint(0, 256, (spec.training.global_batch_size, spec.training.seq_len))
     parallel.forward_backward(batch, batch)
     parameters = list(parallel.parameters.values())
-    return {str(p.dtype) for p in parameters}, {str(p.grad.dtype) for p in parameters}
+    return {str(p.dtype) for p in parameters}, {str(grad.dtype) for grad in parallel.gradients.values()}
 
 
-def test_master_weights_and_their_gradients_are_float32(tmp_path):
-    spec = job(tmp_path, layout(), training=BF16)
-    assert run_ranks(dtypes, world_size=1, args=(spec,)) == [({"torch.float32"}, {"torch.float32"})]
+SHARDED = {
+    "replicas": dict(dp_replicate=2),
+    "ZeRO-1": dict(dp_shard=2, zero_stage=1),
+    "ZeRO-2": dict(dp_shard=2, zero_stage=2),
+    "ZeRO-3": dict(dp_shard=2),
+    "ZeRO-3, reduced every microbatch": dict(dp_shard=2, reduce_every_microbatch=True),
+    "ZeRO-1 and replicas": dict(dp_shard=2, dp_replicate=2, zero_stage=1),
+    "ZeRO-3 and replicas": dict(dp_shard=2, dp_replicate=2),
+}
+
+
+@pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", ["one rank", *SHARDED])
+def test_master_weights_and_their_gradients_are_float32(case, reduce_dtype, tmp_path):
+    training = dataclasses.replace(BF16, reduce_dtype=reduce_dtype)
+    spec = job(tmp_path, layout(**SHARDED.get(case, {})), training=training)
+    found = run_ranks(dtypes, world_size=spec.world_size, args=(spec,))
+    assert found == [({"torch.float32"}, {"torch.float32"})] * spec.world_size
+
+
+def reduced_bytes(spec) -> int:
+    """What is sent for the sums of gradients in one step."""
+    parallel = build_model(spec)
+    batch = torch.zeros(spec.layout.microbatch_size * spec.layout.num_microbatches, 16, dtype=torch.int64)
+    with CommunicationLog() as log:
+        parallel.forward_backward(batch, batch)
+    return sum(size * times for (op, size), times in log.seen.items() if op in ("all_reduce", "reduce_scatter"))
+
+
+@pytest.mark.parametrize("case", SHARDED)
+def test_gradients_are_reduced_in_the_precision_that_is_asked_for(case, tmp_path):
+    spec = job(tmp_path, layout(**SHARDED[case]), model=TIED)
+    half = dataclasses.replace(spec, training=dataclasses.replace(TRAINING, reduce_dtype="bfloat16"))
+    wide, narrow = (run_ranks(reduced_bytes, world_size=spec.world_size, args=(one,))[0] for one in (spec, half))
+    assert wide == 2 * narrow > 0
+    found = train_job(half).losses
+    assert found == pytest.approx(float32().losses, rel=RESOLUTION)
+    assert found != pytest.approx(float32().losses, rel=1e-6)
 
 
 def largest_sum_error(spec) -> float:
@@ -68,7 +104,7 @@ def largest_sum_error(spec) -> float:
         where = dataclasses.replace(spec.layout, microbatch_size=size, num_microbatches=MANY // size)
         parallel = build_model(dataclasses.replace(spec, layout=where))
         parallel.forward_backward(batch, batch)
-        grads.append({name: p.grad for name, p in parallel.parameters.items()})
+        grads.append(parallel.gradients)
     errors = [(grads[0][name] - g).norm() / g.norm() for name, g in grads[1].items()]
     return max(errors).item()
 

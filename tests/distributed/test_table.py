@@ -62,6 +62,20 @@ def test_every_schedule_is_held_against_one_rank_tied_and_untied(schedule):
     assert set(found) == {True, False}
 
 
+@pytest.mark.parametrize("schedule", VIRTUAL_STAGES)
+def test_every_schedule_is_held_against_one_rank_with_uneven_stages(schedule):
+    assert any(where.schedule == schedule and len(set(where.layers_per_stage)) > 1 for where, _ in ROWS)
+
+
+# the axes that ep is carved out of, all of whose ranks it takes
+CARVED = [frozenset(c) for n in (1, 2, 3) for c in itertools.combinations(("dp_shard", "cp", "tp"), n)]
+
+
+@pytest.mark.parametrize("wanted", CARVED, ids=" × ".join)
+def test_experts_on_all_ranks_of_every_combination_are_held_against_one_rank(wanted):
+    assert any(axes(where) == wanted | {"ep"} and where.dims.ep == where.dims.world_size for where, _ in ROWS)
+
+
 KINDS = {
     "dense": (lambda model: model.moe is None, set(AXES) - {"ep"}),
     "experts": (lambda model: model.moe is not None, set(AXES)),

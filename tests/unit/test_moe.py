@@ -116,6 +116,13 @@ def test_grouped_linear_is_one_linear_per_group(sizes, counts):
     assert torch.allclose(grouped_linear(x, weights, torch.tensor(counts)), wanted, atol=1e-6)
 
 
+@pytest.mark.parametrize("sizes, kernels", [((4, 8), 1), ((5, 7), 0)], ids=["rows of 16 bytes", "others"])
+def test_the_grouped_kernel_computes_what_it_can(sizes, kernels):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        grouped_linear(torch.randn(7, sizes[1]), torch.randn(3, *sizes), torch.tensor([3, 0, 4]))
+    assert [event.name for event in profile.events()].count("aten::_grouped_mm") == kernels
+
+
 # ------------------------------------------------------------------ balance
 BATCH, SEQ = 3, 8
 WEIGHTS = torch.tensor([0.5, 0.5, 0.0])  # the last slot is empty

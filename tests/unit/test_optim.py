@@ -57,10 +57,9 @@ def one_update(gradient_scale: float, spec: OptimizerSpec) -> tuple[list, list, 
     mesh = build_mesh(ParallelDims(), device=torch.device("cpu"))
     parameters = {"matrix": nn.Parameter(torch.full((2, 2), 3.0)), "vector": nn.Parameter(torch.full((2,), 3.0))}
     optimizer = Optimizer(parameters.items(), spec=spec, total_steps=10**9, mesh=mesh, copies=frozenset())
-    for p in parameters.values():
-        p.grad = torch.full_like(p, gradient_scale)
-    norm, lr = optimizer.step(4)
-    assert all(p.grad is None for p in parameters.values())
+    gradients = {name: torch.full_like(p, gradient_scale) for name, p in parameters.items()}
+    norm, lr = optimizer.step(4, gradients)
+    assert not gradients  # dropped
     state = {name: t.flatten().tolist() for name, t in optimizer.named_state().items()}
     return [p.flatten().tolist() for p in parameters.values()], [lr], norm.item(), state
 

@@ -13,9 +13,8 @@ from jobs.spec.load import SpecError, to_dict
 from jobs.spec.model import ModelSpec, MoeSpec
 from jobs.spec.parallel import MESH_ORDER, Layout, ParallelDims
 from orchestrator.load import load
-from orchestrator.planner import PlanError, layout_from_flat, plan_from_dict, plan_json, plan_question
+from orchestrator.planner import PlanError, layout_from_flat, plan_from_dict, plan_json
 from orchestrator.planner.cost import price
-from orchestrator.planner.question import Question
 from orchestrator.planner.show import show_plan
 from orchestrator.request import ParallelRequest
 from orchestrator.planner.uneven import stage_splits
@@ -301,14 +300,6 @@ def test_a_run_is_refused_what_the_trainer_does_not_run_while_a_plan_shows_it(ca
     with pytest.raises(PlanError) as refused:
         plan_for(SMALL, cpu(2), spec, trainable=True, **wishes)
     assert message in str(refused.value)
-
-
-@pytest.mark.parametrize("documents, chosen", [(False, "selective"), (True, "full")])
-def test_masked_documents_are_not_compiled_under_selective_recompute(documents, chosen):
-    spec = dataclasses.replace(training(global_batch_size=16), compile=True)
-    question = Question(model=SMALL, training=spec, cluster=cpu(2), request=ParallelRequest(recompute=["selective", "full"]),
-                        num_nodes=2, trainable=True, allow_tp_across_nodes=False, document_mask=documents)
-    assert plan_question(question, headroom=0.1).layout.recompute == chosen
 
 
 def test_a_run_is_planned_only_with_what_the_trainer_runs():

@@ -1,0 +1,94 @@
+"""What a pipeline rank holds of the microbatches in flight: activations, gradients that wait for the second half of a
+backward, logits.
+
+Called by memory, for every candidate. How many microbatches there are is in schedules, what one layer keeps of one in
+activations. It knows nothing of states and of data parallelism.
+"""
+import functools
+
+from jobs.spec.job import Device
+from jobs.spec.model import ModelSpec
+from jobs.spec.parallel import Layout, Recompute
+from jobs.spec.training import DTYPE_BYTES, TrainingSpec
+from orchestrator.planner.activations import block_activation_bytes, block_shape, waiting_gradient_bytes
+from orchestrator.planner.schedules import Counts, peaks
+from orchestrator.planner.software import OURS, Software
+from orchestrator.planner.weights import layer_kinds
+
+
+def in_flight(layout: Layout, rank: int) -> int:
+    """Microbatches that pipeline rank `rank` holds at its peak, of the stage that holds most of them."""
+    return max(moments(layout, rank)[0][0])
+
+
+def moments(layout: Layout, rank: int) -> tuple[tuple[Counts, Counts], ...]:
+    schedule = layout.schedule if layout.dims.pp > 1 else "1f1b"
+    return peaks(schedule, rank=rank, pp=layout.dims.pp, virtual_stages=layout.virtual_stages,
+                 num_microbatches=layout.num_microbatches, split=layout.recompute == "none")
+
+
+def activations_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSpec, rank: int, device: Device,
+                      software: Software) -> tuple[int, int]:
+    """What the forward keeps for the backward, of every stage of the rank and every microbatch in flight; and what the
+    backward holds of one block beside that, while it is recomputed."""
+    dims = layout.dims
+    element = DTYPE_BYTES[training.param_dtype]
+    seq_len = training.seq_len // dims.cp
+    hidden = element * seq_len * layout.microbatch_size * model.dim
+    hidden /= dims.tp if layout.sequence_parallel else 1
+    again = 0.0
+    each, waiting = [], []  # of one microbatch, by stage: activations, and gradients that wait for a second half
+    for stage in layout.stages(rank):
+        blocks = gradients = 0.0
+        for layer, count in _stage_kinds(model, layout, stage):
+            per_block, whole, outputs = _block_bytes(
+                model, layer, microbatch_size=layout.microbatch_size, seq_len=seq_len, element=element, device=device,
+                recompute=layout.recompute, tp=dims.tp, sequence_parallel=layout.sequence_parallel, software=software)
+            blocks += count * per_block
+            gradients += count * outputs
+            again = max(again, whole - per_block)  # the block being recomputed
+        # What a pipeline stage received and what it sent on are both kept until the backward; the last stage
+        # keeps the inputs of the final norm and of the output projection.
+        ends = stage == layout.num_stages - 1 or (layout.num_stages > 1 and not software.frees_outputs)
+        each.append(blocks + (2 * hidden if ends else hidden))
+        if stage == layout.num_stages - 1:  # of the final norm and the logits; and the gathered input of these
+            tokens = element * seq_len * layout.microbatch_size
+            gradients += hidden + tokens * (model.vocab_size / dims.tp + (model.dim if dims.tp > 1 else 0))
+        waiting.append(gradients if stage > 0 and software == OURS else 0.0)  # all of the first stage's is second half
+    total = max(sum(held * bytes_ for held, bytes_ in zip(helds, each)) +
+                sum(count * bytes_ for count, bytes_ in zip(waits, waiting)) for helds, waits in moments(layout, rank))
+    if software == OURS and layout.sequence_parallel and dims.tp > 1:
+        # Whole for a moment, and one block's: the gradient of its output, its input, and the gradient of that.
+        again += 3 * hidden * dims.tp
+    return int(total), int(again)
+
+
+@functools.lru_cache(maxsize=16384)
+def _block_bytes(model: ModelSpec, layer: int, *, microbatch_size: int, seq_len: int, element: int, device: Device,
+                 recompute: Recompute, tp: int, sequence_parallel: bool,
+                 software: Software) -> tuple[float, float, float]:
+    """What one layer keeps of a microbatch, what it holds while it is recomputed, and its outputs' gradients. Asked for
+    every layout."""
+    shape = block_shape(model, microbatch_size=microbatch_size, seq_len=seq_len, element_bytes=element, device=device,
+                        layer=layer, software=software)
+    split = {"tp": tp, "sequence_parallel": sequence_parallel}
+    kept = block_activation_bytes(shape, recompute=recompute, **split)
+    whole = block_activation_bytes(shape, recompute="none", **split) if recompute != "none" else kept
+    return kept, whole, waiting_gradient_bytes(shape, **split)
+
+
+def logits_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSpec, software: Software) -> int:
+    """Logits as the projection gave them, float32 probabilities and their gradient, and the gradient cast back: 12
+    bytes in either precision; a fused loss needs the first two. Of one microbatch where the last stage runs its
+    backward at once; gpipe keeps the first two of all the others. A pipeline still holds the logits when the loss needs
+    most, probabilities and two gradients of them: 14."""
+    element = DTYPE_BYTES[training.param_dtype]
+    each = training.seq_len // layout.dims.cp * layout.microbatch_size * model.vocab_size // layout.dims.tp
+    waiting = layout.num_microbatches - 1 if layout.schedule == "gpipe" and layout.dims.pp > 1 else 0
+    at_work = 4 if layout.dims.pp > 1 and software == OURS and layout.dims.tp == 1 else element if element < 4 else 0
+    return each * ((waiting + 1) * (element + 4) + (0 if software.fused_loss else 4 + at_work))
+
+
+def _stage_kinds(model: ModelSpec, layout: Layout, stage: int) -> list[tuple[int, int]]:
+    start = sum(layout.layers_per_stage[:stage])
+    return layer_kinds(model, start, start + layout.layers_per_stage[stage])
