@@ -122,7 +122,8 @@ class Agent:
         said = (mine, challenge.nonce, self.node, os.getpid(), self.term)
         writer.write(encode(Hello(
             proof=prove(self.secret, "agent", *said), node=self.node, host=socket.gethostname(), address=self.address,
-            pid=os.getpid(), gpus=node_facts.count_gpus(), term=self.term, attempt=self.ranks.attempt, last_seq=self.seq)))
+            pid=os.getpid(), gpus=node_facts.count_gpus(), term=self.term, attempt=self.ranks.attempt,
+            last_seq=self.seq)))
         answer = decode(await _next(lines), Welcome | Shutdown, origin="supervisor")
         self.term, self.last_contact = answer.term, time.monotonic()
         if isinstance(answer, Shutdown):

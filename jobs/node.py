@@ -96,7 +96,8 @@ def _read_nvml() -> list[dict]:
         utilization = ask(pynvml.nvmlDeviceGetUtilizationRates, handle)
         memory = ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
         temperature = ask(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)
-        found.append({"utilization": utilization and float(utilization.gpu), "memory_used_bytes": memory and memory.used,
+        found.append({"utilization": utilization and float(utilization.gpu),
+                      "memory_used_bytes": memory and memory.used,
                       "temperature_c": temperature and float(temperature)})
     return found
 

@@ -63,8 +63,8 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, step: int, gradients: dict[str, Tensor]) -> tuple[Tensor, float]:
-        """Clip and apply these (this rank's shards, by name) as update number `step`, and drop them. Returns (gradient norm before
-        clipping, learning rate)."""
+        """Clip and apply these (this rank's shards, by name) as update number `step`, and drop them. Returns (gradient
+        norm before clipping, learning rate)."""
         lr = learning_rate(step, spec=self.spec, total_steps=self.total_steps)
         shards = [local_of(p) for p in self.parameters.values()]  # FSDP allocates anew in its first forward
         grads = [gradients[name] for name in self.parameters]

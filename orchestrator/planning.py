@@ -26,7 +26,8 @@ def question_of(config: RunConfig, *, trainable: bool) -> Question:
 
 
 def make_plan(loaded: Loaded, *, trainable: bool, axes: bool = False) -> Plan | None:
-    """None for a `command:`. With `axes`, also what each axis is worth. Raises SpecError, each problem with the place its value was written at."""
+    """None for a `command:`. With `axes`, also what each axis is worth. Raises SpecError, each problem with the place
+    that its value was written at."""
     config = loaded.config
     if config.lays_itself_out:
         return None

@@ -12,7 +12,7 @@ from jobs.spec.load import Problem, SpecError, from_dict, to_dict
 from jobs.spec.own_model import MeasureAnswer, MeasureOrder, OwnProfile
 from orchestrator.config import RunConfig
 from orchestrator.planner.own import plan_own
-from orchestrator.planner.own_cost import OwnQuestion
+from orchestrator.planner.own_memory import OwnQuestion
 from orchestrator.planner.plan import Plan
 from orchestrator.planner.question import divisors
 

@@ -96,9 +96,9 @@ def sequence_keys(slots: Tensor, *, seed: int, step: int) -> Tensor:
     return mix(mix(torch.full_like(slots, seed)) + step) ^ mix(slots)
 
 
-def dropped(keys: Tensor, *, site: int, size: int, p: float) -> Tensor:
-    """Bool [..., size]: true with probability p, a function of (key, site, index) alone."""
-    numbers = mix(mix(keys ^ site)[..., None] + torch.arange(size, device=keys.device))
+def dropped(keys: Tensor, *, site: int, size: int, p: float, first: int = 0) -> Tensor:
+    """Bool [..., size]: true with probability p, a function of (key, site, index) alone. `first`: of the indices."""
+    numbers = mix(mix(keys ^ site)[..., None] + torch.arange(first, first + size, device=keys.device))
     return numbers < round(p * 2**64) - 2**63  # signed, uniform over all 64 bits
 
 

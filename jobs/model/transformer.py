@@ -85,8 +85,8 @@ class Transformer(nn.Module):
                 starts: Tensor | None = None) -> Tensor:
         """keys: int64 [batch], random keys of the sequences for dropout (none: nothing is dropped). weights: float32
         [batch], each sequence's share in the step's mean loss (none: experts are not balanced). starts: int32 [batch,
-        seq] of whole sequences, best on the host: the position at which the document of each token begins, before which it
-        sees nothing (none: sequences are not packed)."""
+        seq] of whole sequences, best on the host: the position at which the document of each token begins, before which
+        it sees nothing (none: sequences are not packed)."""
         if self.is_first:
             x = self.embedding(x)
         tokens = locate(x, places=self.places, keys=keys, weights=weights, starts=starts, rotary=self.rotary)

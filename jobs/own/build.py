@@ -1,18 +1,18 @@
 """Calling the user's code: entry point → module and plan table, with everything that can be wrong told as value, origin
 and remedy.
 
-Called by jobs.own in every rank and by jobs.own.measure. Knows no mesh. What the user's code raises is raised on as
-the cause: its traceback belongs in the log.
+Called by jobs.own.chain, in every rank and where the model is measured. Knows no mesh. What the user's code raises is
+raised on as the cause: its traceback belongs in the log.
 """
 import importlib
 import traceback
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.nn as nn
 from torch import Tensor
 
+from jobs.own.recipe import Recipe
 from jobs.spec.own_model import OwnModel
 
 
@@ -42,12 +42,11 @@ def load_entrypoint(entrypoint: str, *, where: str = "model.entrypoint") -> Call
     return found
 
 
-def build(spec: OwnModel, *, seq_len: int, device: str, seed: int = 0) -> tuple[nn.Module, dict[str, Any]]:
-    """Call the user's function on `device` ("cpu" or "meta"), with torch's generator seeded: the same weights wherever
-    it is called. Raises OwnModelError."""
-    function = load_entrypoint(spec.entrypoint)
-    with torch.random.fork_rng(devices=()), torch.device(device):
-        torch.manual_seed(seed)
+def build(spec: OwnModel, *, seq_len: int, seed: int = 0) -> tuple[nn.Module, dict[str, Any], Recipe]:
+    """Call the user's function: its module, on meta; its table; and the weights that it would have, of this seed.
+    Raises OwnModelError."""
+    function, recipe = load_entrypoint(spec.entrypoint), Recipe(seed=seed)
+    with recipe:
         try:
             made = function(vocab_size=spec.vocab_size, seq_len=seq_len, **spec.arguments)
         except (Exception, SystemExit) as error:
@@ -58,7 +57,8 @@ def build(spec: OwnModel, *, seq_len: int, device: str, seed: int = 0) -> tuple[
         raise OwnModelError(f"model.entrypoint: {spec.entrypoint!r} returned {what}; it must return (nn.Module, plan "
                             "table), the table a dict")
     _refuse(made[0])
-    return made
+    recipe.name(made[0])
+    return *made, recipe
 
 
 def told(error: BaseException) -> str:
@@ -70,21 +70,20 @@ def told(error: BaseException) -> str:
 
 def _refuse(model: nn.Module) -> None:
     """What cannot be taken to other devices and layouts."""
-    problems, owner = [], {}
+    problems = []
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, Tensor):
                 problems.append(f"{path or type(model).__name__}.{name} is a tensor but neither parameter nor buffer; "
                                 "use register_buffer")
         for name, parameter in module.named_parameters(recurse=False):
-            first = owner.setdefault(parameter, f"{path}.{name}")
-            if first != f"{path}.{name}":
-                problems.append(f"{path}.{name} and {first} are one parameter, which two units of data parallelism "
-                                "cannot share; give each its own")
             if not parameter.requires_grad or not parameter.is_floating_point():
                 problems.append(f"{path}.{name} is not trained (requires_grad is false); make it a buffer")
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            problems.append(f"{path} drops out, and which numbers it draws would depend on the layout; set p=0")
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 and type(module) is not nn.Dropout:
+            problems.append(f"{path} is a {type(module).__name__}, whose numbers would depend on the layout; use "
+                            "nn.Dropout, or set p=0")
+        elif type(module) is nn.Dropout and module.p == 1:
+            problems.append(f"{path} drops everything; set p below 1")
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             problems.append(f"{path} is a batch norm, which mixes sequences of other ranks; use a norm of each token")
     if problems:

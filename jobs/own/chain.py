@@ -1,30 +1,62 @@
-"""What a forward of an own model does, seen from outside: which modules it calls one after the other, what passes
-between blocks, how many FLOPs. Runs on the meta device: no memory, no values.
+"""An own model read: built, its table resolved, and what a forward does, seen from outside: which modules it calls one
+after the other, what passes between blocks, how many FLOPs. All on the meta device: no memory, no values.
 
 Called by jobs.own and jobs.own.measure. A model whose forward does nothing but call its parts, each with what the one
 before gave, can be cut between any two of them: that is what a pipeline needs, and it is checked here, not believed.
 """
+import os
+import traceback
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from jobs.own.build import OwnModelError, told
-from jobs.own.table import Table
+from jobs.own.build import OwnModelError, build, told
+from jobs.own.dropout import Draws, replace_dropout
+from jobs.own.recipe import Recipe
+from jobs.own.table import Table, resolve
+from jobs.spec.own_model import OwnModel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chain:
     """One forward of one sequence."""
 
-    parts: tuple[str, ...]  # what the model itself calls, in order: before the blocks, the blocks, behind them
+    before: tuple[str, ...]  # what the model itself calls before the blocks, and behind them, in order
+    behind: tuple[str, ...]
     broken: str | None  # why the forward is more than this chain; None: it is the chain
     hidden: tuple[int, ...]  # shape behind a block, without batch and sequence
-    logits: int  # width of the output
     forward_flops: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Known:
+    """An own model, and all that its code and one forward tell."""
+
+    model: nn.Module  # on meta
+    table: Table
+    chain: Chain
+    recipe: Recipe
+    draws: Draws | None  # None: it drops nothing
+
+    @property
+    def tied_ends(self) -> tuple[str, ...]:
+        """Parameters that what lies before the blocks shares with what lies behind them, by their first name."""
+        before, behind = ({p for path in paths for p in self.model.get_submodule(path).parameters()}
+                          for paths in (self.chain.before, self.chain.behind))
+        return tuple(name for name, parameter in self.model.named_parameters() if parameter in before & behind)
+
+
+def read(spec: OwnModel, *, seq_len: int, seed: int = 0) -> Known:
+    """Raises OwnModelError."""
+    model, raw, recipe = build(spec, seq_len=seq_len, seed=seed)
+    table, draws = resolve(raw, model), replace_dropout(model)
+    return Known(model=model, table=table, recipe=recipe, draws=draws,
+                 chain=trace(model, table, seq_len=seq_len, vocab_size=spec.vocab_size))
 
 
 @dataclass(slots=True)
@@ -41,7 +73,7 @@ def trace(model: nn.Module, table: Table, *, seq_len: int, vocab_size: int) -> C
     handles = _listen(model, table, calls)
     tokens = torch.zeros(1, seq_len, dtype=torch.int64, device="meta")
     try:
-        with torch.no_grad(), FlopCounterMode(display=False) as counter, \
+        with torch.no_grad(), FlopCounterMode(display=False) as counter, _Drawn() as drawn, \
                 torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             logits = model(tokens)
     except Exception as error:
@@ -49,6 +81,9 @@ def trace(model: nn.Module, table: Table, *, seq_len: int, vocab_size: int) -> C
     finally:
         for handle in handles:
             handle.remove()
+    if drawn.found:
+        raise OwnModelError(f"model.entrypoint: the forward draws random numbers, {drawn.found}; they would depend on "
+                            "the layout; use nn.Dropout modules (what attention weighs cannot be dropped)")
     if not isinstance(logits, Tensor) or tuple(logits.shape) != (1, seq_len, vocab_size):
         shape = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise OwnModelError(f"model.entrypoint: forward of token ids [1, {seq_len}] gave {shape}, not logits "
@@ -58,8 +93,23 @@ def trace(model: nn.Module, table: Table, *, seq_len: int, vocab_size: int) -> C
     broken = _broken(model, table, calls, tokens=tokens, logits=logits)
     if broken is None and len(behind) != 1:
         broken = f"blocks give different shapes, {sorted(behind)}"
-    return Chain(parts=tuple(call.path for call in calls), broken=broken, hidden=min(behind, default=()),
-                 logits=vocab_size, forward_flops=float(counter.get_total_flops()))
+    paths, first, last = [call.path for call in calls], table.blocks[0], table.blocks[-1]
+    return Chain(before=() if broken else tuple(paths[:paths.index(first)]), broken=broken,
+                 behind=() if broken else tuple(paths[paths.index(last) + 1:]), hidden=min(behind, default=()),
+                 forward_flops=float(counter.get_total_flops()))
+
+
+class _Drawn(TorchDispatchMode):
+    """Where in the user's code a random number is drawn first."""
+
+    found: str | None = None
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if torch.Tag.nondeterministic_seeded in func.tags and self.found is None:
+            frames = [frame for frame in traceback.extract_stack() if f"{os.sep}torch{os.sep}" not in frame.filename]
+            where = [frame for frame in frames if frame.filename != __file__][-1]
+            self.found = f"{func._schema.name} at {where.filename}:{where.lineno} in {where.name}"
+        return func(*args, **kwargs or {})
 
 
 def _listen(model: nn.Module, table: Table, calls: list[_Call]) -> list:

@@ -23,10 +23,12 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from jobs.mesh import local_of
-from jobs.own.build import OwnModelError, build, told
-from jobs.own.chain import Chain, trace
-from jobs.own.split import apply_styles
-from jobs.own.table import Table, resolve, sequence_parallel_problem, tp_problem
+from jobs.own.build import OwnModelError, told
+from jobs.own.chain import Known, read
+from jobs.own.dropout import following
+from jobs.own.split import Share, apply_styles
+from jobs.own.table import Table, sequence_parallel_problem, tp_problem
+from jobs.parallel import tie_again
 from jobs.parallel.recompute import KEPT
 from jobs.pretended import pretended_rank
 from jobs.spec.load import from_dict, to_dict
@@ -37,36 +39,37 @@ ELEMENT_BYTES = 4  # models are built in float32
 
 def measure(spec: OwnModel, *, seq_len: int, degrees: tuple[int, ...]) -> OwnProfile:
     """Raises OwnModelError."""
-    model, table, chain = _built(spec, seq_len=seq_len)
-    no_sequence = sequence_parallel_problem(model, table)
-    no_tp = {tp: problem for tp in degrees if (problem := tp_problem(model, table, tp=tp)) is not None}
+    known = read(spec, seq_len=seq_len)
+    no_sequence = sequence_parallel_problem(known.model, known.table)
+    no_tp = {tp: problem for tp in degrees if (problem := tp_problem(known.model, known.table, tp=tp)) is not None}
     measured = [_measure(spec, seq_len=seq_len, tp=1, sequence_parallel=False)]
     for tp in sorted(set(degrees) - {1} - no_tp.keys()):
         for sequence_parallel in (False,) if no_sequence or seq_len % tp else (False, True):
             measured.append(_measure(spec, seq_len=seq_len, tp=tp, sequence_parallel=sequence_parallel))
-    return OwnProfile(num_params=sum(p.numel() for p in model.parameters()), measured=tuple(measured),
-                      flops_per_token=3 * chain.forward_flops / seq_len, splits_logits=table.head is not None,
-                      no_pp=chain.broken, no_tp=no_tp, no_sequence_parallel=no_sequence)
-
-
-def _built(spec: OwnModel, *, seq_len: int) -> tuple[nn.Module, Table, Chain]:
-    model, raw = build(spec, seq_len=seq_len, device="meta")
-    table = resolve(raw, model)
-    return model, table, trace(model, table, seq_len=seq_len, vocab_size=spec.vocab_size)
+    return OwnProfile(num_params=_numel(known.model), measured=tuple(measured), no_pp=known.chain.broken, no_tp=no_tp,
+                      flops_per_token=3 * known.chain.forward_flops / seq_len,
+                      splits_logits=known.table.head is not None, no_sequence_parallel=no_sequence)
 
 
 def _measure(spec: OwnModel, *, seq_len: int, tp: int, sequence_parallel: bool) -> Measured:
-    model, table, _ = _built(spec, seq_len=seq_len)
+    known = read(spec, seq_len=seq_len)
+    model, table = known.model, known.table
     with pretended_rank(0, world_size=tp):
         if tp > 1:
-            apply_styles(model, table, mesh=init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",)),
-                         sequence_parallel=sequence_parallel)
+            mesh = init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",))
+            apply_styles(model, table, share=Share.of(mesh, sequence_parallel=sequence_parallel))
+        with following(known.draws, model, [model.get_submodule(path) for path in table.blocks], seq_len=seq_len,
+                       size=tp):
+            pass
         with FakeTensorMode(allow_non_fake_inputs=True):
             model._apply(_on_cpu)
-            count = _Count(model, table, share=tp if sequence_parallel else 1)
-            tokens = torch.zeros(1, seq_len, dtype=torch.int64)
+            tie_again(model, table.ties)
+            count = _Count(known, share=tp if sequence_parallel else 1)
+            given = {"x": torch.zeros(1, seq_len, dtype=torch.int64)}
+            if known.draws is not None:
+                given["keys"] = torch.zeros(1, dtype=torch.int64)
             with torch.autograd.graph.saved_tensors_hooks(count.pack, lambda packed: packed), count:
-                logits = _forward(model, tokens, tp=tp, sequence_parallel=sequence_parallel)
+                logits = _forward(model, given, tp=tp, sequence_parallel=sequence_parallel)
     wanted = spec.vocab_size // tp if table.head is not None else spec.vocab_size
     if tuple(logits.shape) != (1, seq_len, wanted):
         raise OwnModelError(f"plan table: at tp={tp} the logits are {list(logits.shape)}, not [1, {seq_len}, {wanted}]"
@@ -74,12 +77,14 @@ def _measure(spec: OwnModel, *, seq_len: int, tp: int, sequence_parallel: bool) 
     count.note_summed(model, table)
     before, *blocks, behind = count.pieces
     return Measured(tp=tp, sequence_parallel=sequence_parallel, before=before.piece(), behind=behind.piece(),
-                    blocks=tuple(block.piece() for block in blocks), hidden=count.hidden)
+                    blocks=tuple(block.piece() for block in blocks), hidden=count.hidden, tied=count.tied,
+                    drawn=0 if known.draws is None else known.draws.largest)
 
 
-def _forward(model: nn.Module, tokens: Tensor, *, tp: int, sequence_parallel: bool) -> Tensor:
+def _forward(model: nn.Module, given: dict[str, Tensor], *, tp: int, sequence_parallel: bool) -> Tensor:
+    tokens, *keys = given.values()
     try:
-        return model(tokens)
+        return model(tokens, *keys)
     except Exception as error:
         raise OwnModelError(f"plan table: at tp={tp}, sequence_parallel={sequence_parallel} a forward raised "
                             f"{told(error)}") from error
@@ -110,10 +115,14 @@ class _Sum:
 class _Count(TorchDispatchMode):
     """Counts every operation of a forward, piece by piece: before the blocks, each block, behind them."""
 
-    def __init__(self, model: nn.Module, table: Table, *, share: int) -> None:
+    def __init__(self, known: Known, *, share: int) -> None:
         super().__init__()
+        model, table = known.model, known.table
         self.share = share  # ranks that share out the tokens between splits
         self.hidden = 0
+        at_both_ends = known.tied_ends  # needed again behind the blocks: they belong there
+        self._tied = {p for name, p in model.named_parameters() if name in at_both_ends}
+        self.tied = sum(local_of(p).numel() for p in self._tied)
         blocks = [model.get_submodule(path) for path in table.blocks]
         inside = sum(_numel(block) for block in blocks)
         first = [module for path, module in model.named_children() if module not in blocks]
@@ -163,8 +172,9 @@ class _Count(TorchDispatchMode):
         def hook(module_: nn.Module, args: tuple) -> None:
             if self.now is self.pieces[0] and id(module) not in self._seen:
                 self._seen.add(id(module))
-                self.now.add(params=_numel(module))
-                self.pieces[-1].add(params=-_numel(module))
+                numel = sum(local_of(p).numel() for p in module.parameters() if p not in self._tied)
+                self.now.add(params=numel)
+                self.pieces[-1].add(params=-numel)
         return hook
 
     def pack(self, tensor: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The plan table of an own model: module paths → what tensor parallelism does to them, and which modules are blocks.
 
-Called by jobs.own and jobs.own.measure. A path is as named_modules() gives it; `*` stands for one part of it. Knows
+Called by jobs.own.chain and jobs.own. A path is as named_modules() gives it; `*` stands for one part of it. Knows
 modules and sizes, no mesh.
 """
 import difflib
@@ -33,6 +33,7 @@ class Table:
 
     blocks: tuple[str, ...]  # paths, in the order of the model
     styles: dict[str, Style]  # path → style
+    ties: dict[str, str]  # of parameters that modules share, every further name → the first
 
     @property
     def head(self) -> str | None:
@@ -55,6 +56,10 @@ def resolve(raw: dict[str, Any], model: nn.Module) -> Table:
         problems.append("plan table: blocks is missing; name the modules that follow one another, e.g. 'blocks.*'")
     problems += [f"plan table: block {inner!r} lies in block {outer!r}; blocks follow one another" for outer in blocks
                  for inner in blocks if inner.startswith(f"{outer}.")]
+    ties = _ties(model)
+    problems += [f"plan table: {name} and {first} are one parameter, but not of one block; a block's weights are its "
+                 "own, give each its own" for name, first in ties.items() if len({next(
+                     (block for block in blocks if one.startswith(f"{block}.")), None) for one in (name, first)}) > 1]
     styles = _styles(wanted, modules, problems)
     problems += [problem for path, style in styles.items() for problem in _style_problems(path, style, modules[path])]
     problems += _split_problems(model, styles)
@@ -62,7 +67,15 @@ def resolve(raw: dict[str, Any], model: nn.Module) -> Table:
         problems.append("plan table: head is the style of more than one module; there is one projection to logits")
     if problems:
         raise OwnModelError("\n".join(problems))
-    return Table(blocks=blocks, styles=styles)
+    return Table(blocks=blocks, styles=styles, ties=ties)
+
+
+def _ties(model: nn.Module) -> dict[str, str]:
+    found, first = {}, {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if (known := first.setdefault(parameter, name)) != name:
+            found[name] = known
+    return found
 
 
 def _styles(raw: dict[str, Any], modules: dict[str, nn.Module], problems: list[str]) -> dict[str, Style]:
@@ -133,7 +146,17 @@ def tp_problem(model: nn.Module, table: Table, *, tp: int) -> str | None:
         groups = getattr(modules[path], "groups", 1)
         if style in ("channels", "split") and groups > 1 and groups % tp:
             return f"does not divide the {groups} groups of {path} ({style})"
+    for names in table.ties.items():
+        styles = [table.styles.get(name.rpartition(".")[0]) for name in names]
+        cuts = {_cut(modules, name, style) for name, style in zip(names, styles)}
+        if len(cuts) > 1 or (cuts == {None} and len(set(styles)) > 1):
+            return f"cuts {names[0]} and {names[1]}, one parameter, in two ways ({styles[0]} and {styles[1]})"
     return None
+
+
+def _cut(modules: dict[str, nn.Module], name: str, style: Style | None) -> int | None:
+    path, _, own = name.rpartition(".")
+    return None if style is None else split_dimensions(modules[path], style).get(own)
 
 
 def split_dimensions(module: nn.Module, style: Style) -> dict[str, int]:

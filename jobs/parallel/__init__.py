@@ -7,15 +7,14 @@ from (seed, parameter name), so weights do not depend on the layout.
 """
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from jobs.loss import cross_entropy
 from jobs.mesh import axis_size, coordinate, fsdp_mesh, local_of
@@ -24,52 +23,57 @@ from jobs.model.transformer import Transformer
 from jobs.parallel.buckets import Buckets, Unit
 from jobs.parallel.context import apply_context_parallel
 from jobs.parallel.data import apply_fsdp, units
-from jobs.parallel.expert import (apply_expert_parallel, build_expert_mesh, expert_problems, moe_blocks,
-                                  router_biases, update_balance)
+from jobs.parallel.expert import (apply_expert_parallel, build_expert_mesh, moe_blocks, router_biases,
+                                  update_balance)
+from jobs.parallel.fill import COPY, allocated, fill_weights
+from jobs.parallel.fit import refuse_misfits
 from jobs.parallel.pipeline import (Loss, MicrobatchLoop, Pipeline, Schedule, Shapes, boundary_shapes,
                                     sum_tied_gradients)
 from jobs.parallel.recompute import apply_recompute, repeat_activations
 from jobs.parallel.sequences import Sequences
-from jobs.parallel.tensor import (apply_tensor_parallel, partial_parameters, reduce_partial_gradients,
-                                  tensor_parallel_problems)
+from jobs.parallel.tensor import apply_tensor_parallel, partial_parameters, reduce_partial_gradients
 from jobs.parallel.vocab import vocab_parallel_cross_entropy
 from jobs.spec.model import ModelSpec
 from jobs.spec.parallel import Layout
-from jobs.spec.support import layout_problems, model_problems
 from jobs.spec.training import TrainingSpec
 from jobs.weights import HubWeights
 
-COPY = " (copy)"  # ends the name of a parameter whose original another stage of the same rank holds
-TIED = "embedding.weight"
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ties:
+    """Parameters that several modules share. `names`: every further name → the first, which they go by. `ends`: of the
+    first names those that the first stage of a pipeline needs, and the last."""
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    ends: tuple[str, ...] = ()
 
 
 class ParallelModel:
     """This rank's parts of the model, and how a step's microbatches run through them."""
 
     def __init__(self, model_parts: tuple[nn.Module, ...], *, schedule: Schedule, buckets: Buckets | None,
-                 mesh: DeviceMesh, expert_mesh: DeviceMesh | None, sequences: Sequences, tied: bool) -> None:
+                 mesh: DeviceMesh, expert_mesh: DeviceMesh | None, sequences: Sequences, ties: Ties) -> None:
         self.model_parts = model_parts
         self.mesh, self.expert_mesh = mesh, expert_mesh
         self.holds_first, self.holds_last = model_parts[0].is_first, model_parts[-1].is_last
         self.schedule = schedule
         self.buckets = buckets
         self._sequences = sequences
-        self._tied_across_stages = tied and axis_size(mesh, "pp") > 1 and (self.holds_first or self.holds_last)
-        weights = named_weights(model_parts)
+        self._tied = ties.ends if axis_size(mesh, "pp") > 1 and (self.holds_first or self.holds_last) else ()
+        weights = named_weights(model_parts, ties=ties)
         self.parameters = {name: weight if buckets is None else buckets.master_of(weight)
                            for name, weight in weights.items()}
         self.gradients: dict[str, Tensor] = {}  # of `parameters`, this rank's shards
         self._weights = weights
         # not updated by the optimizer, but part of the model's state
         self.buffers = {name: t for part in model_parts for name, t in router_biases(part, mesh=mesh).items()}
-        self._partial = [name for part in model_parts for name in partial_parameters(part)]
+        partial = {weight for part in model_parts for weight in partial_parameters(part)}
+        self._partial = [name for name, weight in weights.items() if weight in partial]
 
     @property
     def copies(self) -> frozenset[str]:
         """Names of parameters held here whose original is elsewhere: neither counted nor saved."""
-        if not (self._tied_across_stages and self.holds_last):
-            return frozenset()
-        return frozenset({TIED + COPY if self.holds_first else TIED})
+        return frozenset(name + COPY * self.holds_first for name in self._tied if self.holds_last)
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -79,15 +83,16 @@ class ParallelModel:
     def forward_backward(self, inputs: Tensor | None, targets: Tensor | None, *, documents: Tensor | None = None,
                          step: int = 0) -> Tensor:
         """All microbatches of a step, [num_microbatches·microbatch_size, seq/cp]. Afterwards `gradients` are the sums
-        over the global batch. Returns this rank's share of the loss (zero but on the last stage). `documents`, on every stage: int32 [num_microbatches·microbatch_size, seq] of whole sequences, on the
-        host: tokens see only those of the same number; they never decrease along a sequence."""
+        over the global batch. Returns this rank's share of the loss (zero but on the last stage). `documents`, on every
+        stage: int32 [num_microbatches·microbatch_size, seq] of whole sequences, on the host: tokens see only those of
+        the same number; they never decrease along a sequence."""
         loss = self.schedule.forward_backward(inputs, targets, self._sequences.at(step, documents=documents))
         self.gradients = self._take_gradients()
         if self._partial:
             reduce_partial_gradients([self.gradients[name] for name in self._partial], group=self.mesh.get_group("tp"))
-        if self._tied_across_stages:
-            tied = [grad for name, grad in self.gradients.items() if name.removesuffix(COPY) == TIED]
-            sum_tied_gradients(tied, mesh=self.mesh, is_first=self.holds_first)
+        for tied in self._tied:
+            sum_tied_gradients([grad for name, grad in self.gradients.items() if name.removesuffix(COPY) == tied],
+                               mesh=self.mesh, is_first=self.holds_first)
         update_balance(self.model_parts, mesh=self.mesh)
         return loss
 
@@ -107,13 +112,13 @@ class ParallelModel:
             self.buckets.refresh_weights()
 
 
-def named_weights(model_parts: tuple[nn.Module, ...]) -> dict[str, nn.Parameter]:
+def named_weights(model_parts: tuple[nn.Module, ...], *, ties: Ties) -> dict[str, nn.Parameter]:
     """Of all parts, by name in the whole model."""
     found: dict[str, nn.Parameter] = {}
     for part in model_parts:
         for name, weight in part.named_parameters():
-            name = name + COPY if name in found else name
-            found[name] = weight
+            name = ties.names.get(name, name)
+            found[name + COPY if name in found else name] = weight
     return found
 
 
@@ -122,7 +127,7 @@ def parallelize(spec: ModelSpec, *, mesh: DeviceMesh, layout: Layout, training: 
                 allocating: AbstractContextManager = contextlib.nullcontext()) -> ParallelModel:
     """Build this rank's parts, with initial or the given weights. `allocating`: the mode under which memory is taken;
     jobs.verify takes none. Raises ValueError where the layout does not fit the model."""
-    _refuse(spec, layout=layout, training=training)
+    refuse_misfits(spec, layout=layout, training=training)
     dims = layout.dims
     expert_mesh = None if spec.moe is None else build_expert_mesh(dims, device=device)
     parts = tuple(_build_part(spec, mesh=mesh, expert_mesh=expert_mesh, layout=layout, stage=stage,
@@ -131,8 +136,11 @@ def parallelize(spec: ModelSpec, *, mesh: DeviceMesh, layout: Layout, training: 
     shapes = boundary_shapes(hidden=(spec.dim,), vocab_size=spec.vocab_size, layout=layout, training=training)
     model = complete(parts, units=[units(part, layers_per_unit=layout.layers_per_unit) for part in parts], mesh=mesh,
                      expert_mesh=expert_mesh, layout=layout, training=training, device=device, shapes=shapes,
-                     sequences=_sequences(spec, mesh=mesh, layout=layout, training=training, device=device),
-                     tied=spec.tie_embeddings, splits_logits=dims.tp > 1, allocating=allocating)
+                     sequences=sequences_of(mesh, layout=layout, training=training, device=device,
+                                            with_keys=spec.dropout > 0 or spec.attention_dropout > 0,
+                                            with_weights=spec.moe is not None),
+                     ties=Ties(ends=("embedding.weight",) if spec.tie_embeddings else ()), splits_logits=dims.tp > 1,
+                     allocating=allocating)
     if weights is None:
         fill_weights(model.parameters, source=functools.partial(initial_slice, spec=spec, seed=training.seed))
     else:
@@ -143,7 +151,7 @@ def parallelize(spec: ModelSpec, *, mesh: DeviceMesh, layout: Layout, training: 
 
 def complete(parts: tuple[nn.Module, ...], *, units: list[list[list[nn.Module]]], mesh: DeviceMesh,
              expert_mesh: DeviceMesh | None, layout: Layout, training: TrainingSpec, device: torch.device,
-             shapes: Shapes, sequences: Sequences, tied: bool, splits_logits: bool,
+             shapes: Shapes, sequences: Sequences, ties: Ties, splits_logits: bool,
              allocating: AbstractContextManager = contextlib.nullcontext()) -> ParallelModel:
     """What follows once each part is split and on meta: data parallelism by `units` (of each part), memory, schedule.
     The weights are still to be filled."""
@@ -155,11 +163,12 @@ def complete(parts: tuple[nn.Module, ...], *, units: list[list[list[nn.Module]]]
             apply_fsdp(part, units=of_part, mesh=mesh, expert_mesh=expert_mesh, param_dtype=training.param_dtype,
                        reshard_after_forward=layout.reshard_after_forward, reduce_dtype=training.reduce_dtype)
     # not to_empty: it would send every DTensor through dispatch, a quarter of the time to build a small model
-    allocate = functools.partial(_allocate, device=device,
+    allocate = functools.partial(allocated, device=device,
                                  param_dtype=torch.float32 if sharded else getattr(torch, training.param_dtype))
     for part in parts:
         with allocating:
             part._apply(allocate)
+        tie_again(part, ties.names)
         for buffer in part.buffers():
             buffer.zero_()
     shared = dims.dp * dims.cp > 1 or (expert_mesh is not None and axis_size(expert_mesh, "expert_fsdp") > 1)
@@ -170,7 +179,7 @@ def complete(parts: tuple[nn.Module, ...], *, units: list[list[list[nn.Module]]]
     schedule = _build_schedule(parts, mesh=mesh, layout=layout, training=training, buckets=buckets, device=device,
                                shapes=shapes, splits_logits=splits_logits)
     return ParallelModel(parts, schedule=schedule, buckets=buckets, mesh=mesh, expert_mesh=expert_mesh,
-                         sequences=sequences, tied=tied)
+                         sequences=sequences, ties=ties)
 
 
 def _bucket_units(part: nn.Module, units: list[list[nn.Module]], *, mesh: DeviceMesh,
@@ -183,12 +192,22 @@ def _bucket_units(part: nn.Module, units: list[list[nn.Module]], *, mesh: Device
     return experts + rest
 
 
-def _sequences(spec: ModelSpec, *, mesh: DeviceMesh, layout: Layout, training: TrainingSpec,
-               device: torch.device) -> Sequences:
+def tie_again(part: nn.Module, names: Mapping[str, str]) -> None:
+    """Where memory was taken, each module got a parameter of its own. `names`: those of Ties."""
+    here = dict(part.named_parameters())
+    for name, first in names.items():
+        if name in here and first in here:
+            path, _, own = name.rpartition(".")
+            part.get_submodule(path)._parameters[own] = here[first]
+
+
+def sequences_of(mesh: DeviceMesh, *, layout: Layout, training: TrainingSpec, device: torch.device, with_keys: bool,
+                 with_weights: bool = False) -> Sequences:
+    """Of this rank's data-parallel share of the slots; see Sequences."""
     share = layout.microbatch_size * layout.num_microbatches
     first = share * layout.dims.dp_index(coordinate(mesh))
-    return Sequences.of(spec, slots=range(first, first + share), global_batch_size=training.global_batch_size,
-                        seed=training.seed, device=device)
+    return Sequences(slots=range(first, first + share), global_batch_size=training.global_batch_size,
+                     seed=training.seed, with_keys=with_keys, with_weights=with_weights, device=device)
 
 
 def _build_part(spec: ModelSpec, *, mesh: DeviceMesh, expert_mesh: DeviceMesh | None, layout: Layout, stage: int,
@@ -208,30 +227,6 @@ def _build_part(spec: ModelSpec, *, mesh: DeviceMesh, expert_mesh: DeviceMesh | 
     return part
 
 
-def _refuse(spec: ModelSpec, *, layout: Layout, training: TrainingSpec) -> None:
-    dims = layout.dims
-    problems = [str(problem) for problem in (*layout_problems(layout), *model_problems(spec))]
-    if spec.positions == "learned" and training.seq_len > spec.max_positions:
-        problems.append(f"training.seq_len: {training.seq_len} is above model.max_positions={spec.max_positions}, the "
-                        "rows of its learned positions")
-    if dims.cp > 1 and training.seq_len % (2 * dims.cp):
-        problems.append(f"training.seq_len: {training.seq_len} is not divisible by 2·cp={2 * dims.cp}, the equal "
-                        "chunks of a sequence")
-    if len(layout.layers_per_stage) != layout.num_stages or sum(layout.layers_per_stage) != spec.num_layers:
-        problems.append(f"layers_per_stage: {layout.layers_per_stage} does not split {spec.num_layers} layers over "
-                        f"pp={dims.pp} stages" + f" × {layout.virtual_stages}" * (layout.virtual_stages > 1))
-    if layout.sequence_parallel and training.seq_len % (dims.cp * dims.tp):
-        problems.append(f"training.seq_len: {training.seq_len} is not divisible by "
-                        f"{f'cp·tp={dims.cp * dims.tp}' if dims.cp > 1 else f'tp={dims.tp}'}, as sequence_parallel "
-                        "needs")
-    problems += tensor_parallel_problems(spec, tp=dims.tp, sequence_parallel=layout.sequence_parallel)
-    problems += expert_problems(spec, dims=dims)
-    if layout.slots < training.global_batch_size:
-        problems.append(f"layout: {layout.slots} slots cannot hold global_batch_size={training.global_batch_size}")
-    if problems:
-        raise ValueError("\n".join(problems))
-
-
 def _build_schedule(parts: tuple[nn.Module, ...], *, mesh: DeviceMesh, layout: Layout, training: TrainingSpec,
                     buckets: Buckets | None, device: torch.device, shapes: Shapes, splits_logits: bool) -> Schedule:
     terms = {"global_tokens": training.global_batch_size * training.seq_len, "z_loss": training.z_loss}
@@ -242,26 +237,3 @@ def _build_schedule(parts: tuple[nn.Module, ...], *, mesh: DeviceMesh, layout: L
         return MicrobatchLoop(parts[0], layout=layout, loss=loss)
     return Pipeline(parts, shapes=shapes, mesh=mesh, layout=layout, loss=loss,
                     accumulated=None if buckets is None else buckets.accumulated, device=device)
-
-
-@torch.no_grad()
-def fill_weights(parameters: dict[str, Tensor], *, source: Callable[..., Tensor]) -> None:
-    """Give this rank's shards their first values. `source`: (name, global shape, sizes=, offsets=) → that box of it."""
-    for name, parameter in parameters.items():
-        local, sizes, offsets = parameter, parameter.shape, (0,) * parameter.ndim
-        if isinstance(parameter, DTensor):
-            local = parameter.to_local()
-            sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh,
-                                                                   parameter.placements)
-        if local.numel() == 0:
-            continue  # fewer rows than ranks
-        local.copy_(source(name.removesuffix(COPY), tuple(parameter.shape), sizes=tuple(sizes), offsets=tuple(offsets)))
-
-
-def _allocate(tensor: Tensor, *, device: torch.device, param_dtype: torch.dtype) -> Tensor:
-    dtype = param_dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
-    if not isinstance(tensor, DTensor):
-        return torch.empty_like(tensor, device=device, dtype=dtype)
-    local = torch.empty_like(tensor.to_local(), device=device, dtype=dtype)
-    return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape,
-                              stride=tensor.stride())

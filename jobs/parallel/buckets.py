@@ -79,8 +79,8 @@ class _Bucket:
         """Of each weight this rank's rows of the sum, in float32."""
         self.wait()
         reduced, self.reduced = self.reduced.float(), None
-        return {master.weight: part[:master.local.numel()].view_as(master.local)
-                for master, part in zip(self.masters, reduced.split(self._sizes))}
+        return {m.weight: (part if m.is_even else part[:m.local.numel()]).view_as(m.local)
+                for m, part in zip(self.masters, reduced.split(self._sizes))}
 
     def gather(self) -> None:
         """Start to gather what the masters have become."""

@@ -30,24 +30,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from jobs.mesh import all_reduce, axis_size
 from jobs.model.moe import Experts, MoE, Router, invert, permute, sort_by_expert, spread
 from jobs.model.transformer import Transformer
-from jobs.spec.model import ModelSpec
 from jobs.spec.parallel import ParallelDims
 
 CARVED = ("dp_shard", "cp", "tp")  # what ep is carved out of
 SEQUENCE_AXES = ("cp", "tp")  # ranks along them hold parts of the same sequences
 TOKEN_AXES = ("dp_replicate", "dp_shard", "cp", "tp")  # ranks along them hold different tokens
-
-
-def expert_problems(spec: ModelSpec, *, dims: ParallelDims) -> list[str]:
-    """Why the experts cannot be spread over ep ranks; empty if they can."""
-    if spec.moe is None:
-        return [] if dims.ep == 1 else [f"parallel.ep: {dims.ep}, but model.moe is none: there are no experts; set 1"]
-    problems, ranks = [], dims.dp_shard * dims.cp * dims.tp
-    if ranks % dims.ep:
-        problems.append(f"parallel.ep: {dims.ep} does not divide dp_shard·cp·tp={ranks}, which it is carved out of")
-    if spec.moe.num_experts % dims.ep:
-        problems.append(f"parallel.ep: {dims.ep} does not divide model.moe.num_experts={spec.moe.num_experts}")
-    return problems
 
 
 def build_expert_mesh(dims: ParallelDims, *, device: torch.device) -> DeviceMesh | None:
@@ -67,7 +54,7 @@ def moe_blocks(model: Transformer) -> list[MoE]:
 
 
 def apply_expert_parallel(model: Transformer, *, mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> None:
-    """Give each rank of `ep` its share of every layer's experts (on meta), in place; see expert_problems.
+    """Give each rank of `ep` its share of every layer's experts (on meta), in place; see jobs.parallel.fit.
     `expert_mesh` is None where experts are spread like all other weights."""
     sharing = [mesh.get_group(axis) for axis in SEQUENCE_AXES if axis_size(mesh, axis) > 1]
     for moe in moe_blocks(model):

@@ -28,8 +28,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import (PipelineStage, ScheduleDualPipeV, ScheduleInterleaved1F1B,
                                           ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble)
 # what torch makes its schedules of several stages from
-from torch.distributed.pipelining.schedules import (_Action, _add_reduce_grad, _add_send_recv, _ComputationType,
-                                                    _PipelineScheduleRuntime)
+from torch.distributed.pipelining.schedules import (RESHARD, UNSHARD, _Action, _add_reduce_grad, _add_send_recv,
+                                                    _ComputationType, _PipelineScheduleRuntime)
 
 from jobs.spec.parallel import Layout
 from jobs.spec.training import TrainingSpec
@@ -51,8 +51,6 @@ class OneStage(_PipelineScheduleRuntime):
                                                num_microbatches), num_microbatches) for rank in range(last + 1)}
         self._prepare_schedule_with_comms(_add_send_recv(order, stage_to_rank=lambda stage: stage, num_stages=last + 1),
                                           format="compute_comms")
-        # taken as gathered: FSDP's hooks do that unit by unit, the runtime would gather the whole stage for a step
-        self.unsharded_stages.add(stages[0].stage_index)
 
 
 def _order(rank: int, num_microbatches: int, *, ahead: int) -> list[_Action]:
@@ -199,6 +197,11 @@ class Pipeline:
                   for part, index in zip(model_parts, layout.stages(mesh.get_local_rank("pp")), strict=True)]
         # scale_grads: the loss is already a share of the whole
         self.schedule = SCHEDULES[layout.schedule](stages, layout.num_microbatches, loss_fn=loss, scale_grads=False)
+        # Taken as gathered: FSDP's hooks do that unit by unit. torch would gather whole stages, and of more than three
+        # on a rank drop one for another, to gather it again for the next microbatch.
+        self.schedule.unsharded_stages.update(stage.stage_index for stage in stages)
+        for order in self.schedule.pipeline_order_with_comms.values():
+            order[:] = [action for action in order if action.computation_type not in (UNSHARD, RESHARD)]
 
     def forward_backward(self, inputs: Tensor | None, targets: Tensor | None, sequences: dict[str, Tensor]) -> Tensor:
         args = (inputs,) if self.holds_first else ()

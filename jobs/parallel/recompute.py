@@ -34,8 +34,8 @@ def _policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
 
 
 def repeat_activations(model: nn.Module) -> None:
-    """What `selective` is for our own decoder: of every feed-forward only what its first matrices gave is kept, and what
-    lies before its last is computed again. That is half of what a layer keeps and hardly any work: no matmul, no
+    """What `selective` is for our own decoder: of every feed-forward only what its first matrices gave is kept, and
+    what lies before its last is computed again. That is half of what a layer keeps and hardly any work: no matmul, no
     collective and no attention runs twice, and the last matmul, whose output nothing needs, is not reached."""
     for module in model.modules():
         if isinstance(module, (FeedForward, Experts)):

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from jobs.model.places import document_starts, sequence_keys
-from jobs.spec.model import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,15 +22,8 @@ class Sequences:
     with_weights: bool  # the model balances experts
     device: torch.device
 
-    @classmethod
-    def of(cls, spec: ModelSpec, *, slots: range, global_batch_size: int, seed: int,
-           device: torch.device) -> "Sequences":
-        return cls(slots=slots, global_batch_size=global_batch_size, seed=seed,
-                   with_keys=spec.dropout > 0 or spec.attention_dropout > 0, with_weights=spec.moe is not None,
-                   device=device)
-
     def at(self, step: int, *, documents: Tensor | None = None) -> dict[str, Tensor]:
-        """Arguments of Transformer.forward by name, [len(slots), …] each; those only that the model needs."""
+        """Arguments of the model's forward by name, [len(slots), …] each; those only that it needs."""
         slots = torch.arange(self.slots.start, self.slots.stop, device=self.device)
         found = {}
         if self.with_keys:

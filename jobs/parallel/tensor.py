@@ -54,23 +54,6 @@ from jobs.model.transformer import PositionEmbedding, Transformer
 from jobs.parallel.boundary import Boundary
 from jobs.parallel.columns import column_parallel
 from jobs.parallel.vocab import VocabParallelEmbedding
-from jobs.spec.model import ModelSpec
-
-
-def tensor_parallel_problems(spec: ModelSpec, *, tp: int, sequence_parallel: bool) -> list[str]:
-    """Why the model cannot be split over tp ranks; empty if it can."""
-    sizes = {"num_heads": spec.num_heads, "vocab_size": spec.vocab_size}
-    if spec.mla is None:
-        sizes["num_kv_heads"] = spec.num_kv_heads
-    if not all(spec.is_moe(layer) for layer in range(spec.num_layers)):
-        sizes["ffn_dim"] = spec.ffn_dim
-    if spec.moe is not None and spec.moe.num_shared_experts:
-        sizes["moe.num_shared_experts·ffn_dim"] = spec.moe.num_shared_experts * spec.moe.ffn_dim
-    problems = [f"parallel.tp: {tp} does not divide model.{name}={size}" for name, size in sizes.items() if size % tp]
-    if spec.moe is not None and tp > 1 and not sequence_parallel:
-        problems.append(f"parallel.sequence_parallel: false with tp={tp}, but a mixture of experts needs each tp rank "
-                        "to have tokens of its own; set it to true")
-    return problems
 
 
 # ------------------------------------------------------------------ modules on local shards
@@ -135,7 +118,7 @@ class LocalRouter(Router):
 
 # ------------------------------------------------------------------ splitting a model
 def apply_tensor_parallel(model: Transformer, *, mesh: DeviceMesh, sequence_parallel: bool, regather: bool) -> None:
-    """Split `model` (on meta) over the 1-D mesh `tp`, in place; see tensor_parallel_problems for what must divide.
+    """Split `model` (on meta) over the 1-D mesh `tp`, in place; see jobs.parallel.fit for what must divide.
     `regather`: gather a layer's inputs again in the backward; pointless where the layer is recomputed."""
     split = _Split(mesh, sequence_parallel=sequence_parallel, regather=regather)
     for layer in model.layers.values():
@@ -159,7 +142,7 @@ def apply_tensor_parallel(model: Transformer, *, mesh: DeviceMesh, sequence_para
         split.columns(model, "output", kind=ColumnParallelLinear)
     if sequence_parallel:
         model.places.split = mesh.size()
-        model.places.tokens = _own_tokens(model.places.tokens, group=mesh.get_group())
+        model.places.tokens = own_tokens(model.places.tokens, rank=mesh.get_local_rank(), size=mesh.size())
 
 
 class _Split:
@@ -240,21 +223,20 @@ class _Split:
 Where = Callable[[int, int, torch.device], tuple[Tensor, Tensor]]  # Places.tokens
 
 
-def _own_tokens(whole: Where, *, group: dist.ProcessGroup) -> Where:
+def own_tokens(whole: Where, *, rank: int, size: int) -> Where:
     """Places.tokens under sequence parallelism: the rank's share of the flattened tokens."""
 
     def tokens(batch: int, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        rows, positions = whole(batch, seq_len * group.size(), device)
-        return tuple(t.reshape(group.size(), batch, seq_len)[group.rank()] for t in (rows, positions))
+        rows, positions = whole(batch, seq_len * size, device)
+        return tuple(t.reshape(size, batch, seq_len)[rank] for t in (rows, positions))
 
     return tokens
 
 
 # ------------------------------------------------------------------ once per step
-def partial_parameters(model: nn.Module) -> list[str]:
-    """Names of replicated parameters whose gradient on each tp rank is one addend of the whole."""
-    return [f"{path}.{name}" for path, module in model.named_modules()
-            for name in getattr(module, "partial_gradients", ())]
+def partial_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Replicated parameters whose gradient on each tp rank is one addend of the whole."""
+    return [module._parameters[name] for module in model.modules() for name in getattr(module, "partial_gradients", ())]
 
 
 def reduce_partial_gradients(grads: list[Tensor], *, group: dist.ProcessGroup) -> None:

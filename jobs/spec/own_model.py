@@ -45,6 +45,8 @@ class Measured:
     blocks: tuple[Piece, ...]
     behind: Piece
     hidden: int  # elements that one rank passes from block to block
+    tied: int = 0  # parameters of `behind` that lie before the blocks, too
+    drawn: int = 0  # elements of the largest mask of dropout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

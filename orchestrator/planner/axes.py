@@ -1,7 +1,7 @@
 """What each axis is worth: the best layout without it, or with it, beside the winner.
 
-Called by the planner's entry. Each answer is the fastest of a group of layouts, all found in one search. Why a group has
-none, and what tensor parallelism would cost across nodes, are questions of their own.
+Called by the planner's entry. Each answer is the fastest of a group of layouts, all found in one search. Why a group
+has none, and what tensor parallelism would cost across nodes, are questions of their own.
 """
 import dataclasses
 from collections.abc import Callable

@@ -43,6 +43,8 @@ class Rest(NamedTuple):
     gather_s: float  # all weights once
     reduce_edge_s: float  # one collective of each, which has nothing to hide behind
     gather_edge_s: float
+    reduce_layer_s: float  # the same of a unit of one layer, which every virtual stage has at least
+    gather_layer_s: float
     update_s: float  # optimizer, and the host between steps
     # the share of the weights that stays gathered from a forward to the backward that begins behind it: the last unit,
     # and the output projection
@@ -101,28 +103,34 @@ class Bounds:
         """What reductions, gathers and the optimizer add at least on the mean rank: of the step, beyond its
         pipeline."""
         rest = self.rest(sharding.dims, sharding.layers_per_unit)
-        return self._added_s(rest, sharding.dims.pp, sharding.zero_stage, sharding.reduce_every_microbatch,
-                             variant.num_microbatches, one)
+        return self._added_s(rest, sharding.dims.pp, sharding.zero_stage, sharding.reduce_every_microbatch, variant, one)
 
     def least_rest_s(self, every: tuple[ParallelDims, ...], shardings: tuple[tuple[int, int, bool], ...],
                      variant: Variant, one: Pass) -> float:
         """As data_parallel_s, of any of these ways to shard, all with the same degrees but dp_shard."""
         rest = self._least_rest(every, tuple(sorted({unit for _, unit, _ in shardings})))
-        return min((self._added_s(rest, every[0].pp, zero, each, variant.num_microbatches, one)
+        return min((self._added_s(rest, every[0].pp, zero, each, variant, one)
                     for zero, each in {(zero, each) for zero, _, each in shardings}), default=math.inf)
 
-    def _added_s(self, rest: Rest, pp: int, zero_stage: int, each: bool, m: int, one: Pass) -> float:
+    def _added_s(self, rest: Rest, pp: int, zero_stage: int, each: bool, variant: Variant, one: Pass) -> float:
+        m, stages = variant.num_microbatches, variant.virtual_stages
         every = m if each else 1
         if self.question.cluster.device == "cpu":  # nothing hides
             passes = (2 - rest.kept) * m if zero_stage == 3 and pp == 1 else 1
             return ROUNDING * (every * rest.reduce_s + passes * rest.gather_s + rest.update_s)
         forward_s, backward_s = (seconds / pp for seconds in self._covers(one)[:2])
-        found = every * _beyond(rest.reduce_s, backward_s, rest.reduce_edge_s)
+        reduce_edge_s = max(rest.reduce_edge_s, stages * rest.reduce_layer_s)
+        gather_edge_s = max(rest.gather_edge_s, stages * rest.gather_layer_s)
+        found = every * _beyond(rest.reduce_s, backward_s, reduce_edge_s)
         if zero_stage == 3 and pp == 1:
-            found += m * (_beyond(rest.gather_s, forward_s, rest.gather_edge_s)
-                          + _beyond((1 - rest.kept) * rest.gather_s, backward_s, rest.gather_edge_s))
+            found += m * (_beyond(rest.gather_s, forward_s, gather_edge_s)
+                          + _beyond((1 - rest.kept) * rest.gather_s, backward_s, gather_edge_s))
         else:
-            found += _beyond(rest.gather_s, forward_s, rest.gather_edge_s)
+            gather_s = _beyond(rest.gather_s, forward_s, gather_edge_s)
+            if zero_stage == 3:  # of m forwards and m backwards all gather but those behind a backward: m + 1
+                passing_s = _beyond((1 - rest.kept) * rest.gather_s, max(forward_s, backward_s), 0.0)
+                gather_s = max(gather_s, (m + 1) * passing_s)
+            found += gather_s
         return ROUNDING * (found + rest.update_s)
 
     def _least_of(self, every: tuple[ParallelDims, ...], units: tuple[int, ...]) -> Rest:
@@ -224,8 +232,10 @@ class Bounds:
                        for layer, _ in self._counts)
         last = ends_params(self.model, tp=dims.tp, first=False, last=True) + layers_per_unit * heaviest
         update_s = optimizer_s(self._weights(dims.tp) / (dims.pp * dims.fsdp), chip=self._chip)
+        reduce_edge_s, gather_edge_s = edge * max(scatter_s, sum_s), edge * gather_s
         return Rest(reduce_s=units * (scatter_s + sum_s), gather_s=units * gather_s,
-                    reduce_edge_s=edge * max(scatter_s, sum_s), gather_edge_s=edge * gather_s,
+                    reduce_edge_s=reduce_edge_s, gather_edge_s=gather_edge_s,
+                    reduce_layer_s=reduce_edge_s / layers_per_unit, gather_layer_s=gather_edge_s / layers_per_unit,
                     update_s=update_s + constants.STEP_OVERHEAD_S[self._chip.device], kept=min(1.0, last / weights))
 
     def _lightest_unit(self, tp: int) -> int:
@@ -238,4 +248,3 @@ def _beyond(told_s: float, cover_s: float, edge_s: float) -> float:
     """What communication costs behind compute: the part that sticks out, at least the edge, and what the rest slows."""
     hidden_s = min(told_s, cover_s, max(0.0, told_s - edge_s))
     return told_s - hidden_s + (constants.OVERLAP_SLOWDOWN - 1) * hidden_s
-

@@ -161,18 +161,23 @@ def _share(size: int, parts: int) -> int:
 
 def _attention_s(model: ModelSpec, layer: int, *, shape: Shape, chip: Chip,
                  software: Software) -> tuple[float, float]:
-    """Forward and backward of QKᵀ, softmax and AV for one microbatch."""
-    flash = software.flash_attention
+    """Forward and backward of QKᵀ, softmax and AV for one microbatch. Where weights are dropped our trainer writes the
+    scores out, in float32 and without the masked half."""
+    flash, dropped = software.flash_attention, model.attention_dropout > 0
     per_token = layer_attention_flops_per_token(model, layer, seq_len=shape.seq_len,
                                                 convention="causal" if flash else "full") / 3
     flops = shape.tokens * per_token / shape.tp
-    if flash:
+    if flash and not (dropped and chip.device == "cuda"):
         rate = chip.half_flops * chip.attention
         forward = flops / (rate * constants.FLASH_FORWARD)
-        return forward, constants.FLASH_BACKWARD_FLOPS * flops / (rate * constants.FLASH_BACKWARD)
+        backward = constants.FLASH_BACKWARD_FLOPS * flops / (rate * constants.FLASH_BACKWARD)
+        slower = constants.DROPPED_ATTENTION if dropped else (1.0, 1.0)
+        return slower[0] * forward, slower[1] * backward
     window = min(shape.seq_len, model.window(layer) or shape.seq_len)
-    scores = shape.tokens * window * model.num_heads / shape.tp
-    traffic = constants.UNFUSED_SCORE_BYTES * chip.element / 2 * scores / chip.memory_bytes_s
+    scores, element = shape.tokens * window * model.num_heads / shape.tp, chip.element
+    if flash:
+        scores, element = scores / 2, 4
+    traffic = constants.UNFUSED_SCORE_BYTES * element / 2 * scores / chip.memory_bytes_s
     matmuls = flops / (chip.half_flops * constants.UNFUSED_MATMUL)
     return matmuls + traffic, 2 * matmuls + traffic
 

@@ -6,6 +6,7 @@ schedules and memory say; it never sees why a layout was proposed.
 import dataclasses
 import functools
 import itertools
+import math
 import operator
 from collections import Counter
 from dataclasses import dataclass
@@ -110,10 +111,16 @@ def step_costs(model: ModelSpec, layout: Layout, *, training: TrainingSpec, clus
 
 
 def heaviest(model: ModelSpec, layout: Layout, *, training: TrainingSpec, cluster: ClusterSpec,
-             software: Software = OURS) -> StageMemory:
-    """Memory of the pipeline rank that needs most."""
-    return max((stage_memory(model, layout, training=training, stage=rank, device=cluster.device, software=software)
-                for rank in _telling_ranks(model, layout)), key=lambda one: one.total_bytes)
+             software: Software = OURS, enough_bytes: float = math.inf) -> StageMemory:
+    """Memory of the pipeline rank that needs most, or of the first that needs more than `enough_bytes`."""
+    found = None
+    for rank in _telling_ranks(model, layout):
+        one = stage_memory(model, layout, training=training, stage=rank, device=cluster.device, software=software)
+        if found is None or one.total_bytes > found.total_bytes:
+            found = one
+        if found.total_bytes > enough_bytes:
+            break
+    return found
 
 
 def step_timeline(model: ModelSpec, layout: Layout, *, training: TrainingSpec, cluster: ClusterSpec,

@@ -8,7 +8,7 @@ import functools
 
 from jobs.spec.job import Device
 from jobs.spec.model import ModelSpec
-from jobs.spec.parallel import Layout, Recompute
+from jobs.spec.parallel import Layout, ParallelDims, Recompute
 from jobs.spec.training import DTYPE_BYTES, TrainingSpec
 from orchestrator.planner.activations import block_activation_bytes, block_shape, waiting_gradient_bytes
 from orchestrator.planner.schedules import Counts, peaks
@@ -32,8 +32,18 @@ def activations_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSpe
     """What the forward keeps for the backward, of every stage of the rank and every microbatch in flight; and what the
     backward holds of one block beside that, while it is recomputed."""
     dims = layout.dims
-    element = DTYPE_BYTES[training.param_dtype]
-    seq_len = training.seq_len // dims.cp
+    alike = Layout(dims=ParallelDims(tp=dims.tp, pp=dims.pp), microbatch_size=layout.microbatch_size,
+                   num_microbatches=layout.num_microbatches, layers_per_stage=layout.layers_per_stage,
+                   schedule=layout.schedule, virtual_stages=layout.virtual_stages, recompute=layout.recompute,
+                   sequence_parallel=layout.sequence_parallel)
+    return _activations_bytes(model, alike, seq_len=training.seq_len // dims.cp, rank=rank, device=device,
+                              element=DTYPE_BYTES[training.param_dtype], software=software)
+
+
+@functools.lru_cache(maxsize=16384)  # asked for many layouts that differ in data parallelism alone
+def _activations_bytes(model: ModelSpec, layout: Layout, *, seq_len: int, element: int, rank: int, device: Device,
+                       software: Software) -> tuple[int, int]:
+    dims = layout.dims
     hidden = element * seq_len * layout.microbatch_size * model.dim
     hidden /= dims.tp if layout.sequence_parallel else 1
     again = 0.0

@@ -15,7 +15,8 @@ from jobs.spec.support import layout_problems
 from orchestrator.request import ParallelRequest
 from orchestrator.planner.cost import Priced
 from orchestrator.planner.links import axis_group
-from orchestrator.planner.own_cost import OwnQuestion, price, stage_memory
+from orchestrator.planner.own_cost import price
+from orchestrator.planner.own_memory import OwnQuestion, stage_memory
 from orchestrator.planner.plan import Plan, PlanError, PlannedJob
 from orchestrator.planner.question import divisors
 from orchestrator.planner.reasons import reject, too_big_by
@@ -75,8 +76,6 @@ def _request_problems(question: OwnQuestion, request: ParallelRequest) -> list[P
     if (wanted := request.options("tp")) and not {m.tp for m in profile.measured} & set(wanted):
         refuse("tp", wanted[0], f"{profile.no_tp.get(wanted[0], 'was not measured')}; these can be: "
                f"{', '.join(str(tp) for tp in sorted({m.tp for m in profile.measured}))}")
-    if question.training.compile and (wanted := request.options("tp")) and 1 not in wanted:
-        refuse("tp", wanted[0], "does not go with training.compile for an own model; set 1, or training.compile=false")
     if profile.no_pp and (wanted := request.options("pp")) and 1 not in wanted:
         refuse("pp", wanted[0], f"cuts the model between blocks, but {profile.no_pp}; or set 1")
     if profile.no_sequence_parallel and request.options("sequence_parallel") == (True,):
@@ -102,9 +101,7 @@ def _layouts(question: OwnQuestion, request: ParallelRequest, *, world: int, all
 
 def _dims(question: OwnQuestion, request: ParallelRequest, *, world: int) -> Iterator[ParallelDims]:
     order = tuple(request.mesh_order) if request.mesh_order != "auto" else MESH_ORDER
-    # what the code sees of its weights under tp is not compiled
-    degrees = [1] if question.training.compile else sorted({m.tp for m in question.profile.measured})
-    for tp, pp in itertools.product(degrees, divisors(world)):
+    for tp, pp in itertools.product(sorted({m.tp for m in question.profile.measured}), divisors(world)):
         if world % (tp * pp) or pp > (1 if question.profile.no_pp else question.profile.num_blocks):
             continue
         dp = world // (tp * pp)

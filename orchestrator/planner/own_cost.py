@@ -5,103 +5,22 @@ Called by planner.own for every candidate. Where a ModelSpec has formulas, an ow
 (jobs.spec.own_model): matmuls run at the chip's sustained rate whatever their shapes, everything else moves its bytes.
 So small matmuls are priced too fast; what is not known is said by the plan, not guessed.
 """
-import math
 from collections import Counter
-from dataclasses import dataclass
 
-from jobs.spec.own_model import Measured, OwnModel, OwnProfile, Piece
-from jobs.spec.parallel import ZERO_BUBBLE_SCHEDULES, Layout
-from jobs.spec.training import DTYPE_BYTES, TrainingSpec
-from orchestrator.cluster import ClusterSpec
+from jobs.spec.own_model import Measured, Piece
+from jobs.spec.parallel import Layout
+from jobs.spec.training import DTYPE_BYTES
 from orchestrator.planner import constants
 from orchestrator.planner.chip import Chip, chip_of, optimizer_s
 from orchestrator.planner.cost import Priced
 from orchestrator.planner.links import collective_s, placed_group, send_recv_s
-from orchestrator.planner.memory import ADAM_BYTES, GATHERED_UNITS, MASTER_BYTES
-from orchestrator.planner.plan import Op, Phase, Prediction, StageMemory, Transfer
-from orchestrator.planner.schedules import peak_held
+from orchestrator.planner.own_memory import OwnQuestion, stage_memory, stage_pieces
+from orchestrator.planner.plan import Op, Phase, Prediction, Transfer
 from orchestrator.planner.sharding import gather_passes
 from orchestrator.planner.software import OURS
 from orchestrator.planner.timeline import StageTimes, pipeline_s
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OwnQuestion:
-    """An own model, measured, and what it is to be trained on."""
-
-    model: OwnModel
-    profile: OwnProfile
-    training: TrainingSpec
-    cluster: ClusterSpec
-    headroom: float
-
-    def measured(self, layout: Layout) -> Measured:
-        split = layout.sequence_parallel and layout.dims.tp > 1
-        return next(m for m in self.profile.measured if (m.tp, m.sequence_parallel) == (layout.dims.tp, split))
-
-
-def stage_pieces(measured: Measured, layout: Layout, stage: int) -> tuple[Piece, ...]:
-    """What a stage computes, in order."""
-    blocks = tuple(measured.blocks[i] for i in layout.layers(stage))
-    before = (measured.before,) if stage == 0 else ()
-    return before + blocks + ((measured.behind,) if stage == layout.num_stages - 1 else ())
-
-
-# ------------------------------------------------------------------ memory
-def stage_memory(question: OwnQuestion, layout: Layout, rank: int) -> StageMemory:
-    """Peak bytes of a rank of pipeline rank `rank`; the rules are those of jobs.parallel, as in planner.memory."""
-    dims, training = layout.dims, question.training
-    measured, element = question.measured(layout), DTYPE_BYTES[training.param_dtype]
-    stages = layout.stages(rank)
-    held = peak_held(layout.schedule if dims.pp > 1 else "1f1b", rank=rank, pp=dims.pp,
-                     virtual_stages=layout.virtual_stages, num_microbatches=layout.num_microbatches)
-    pieces = [stage_pieces(measured, layout, stage) for stage in stages]
-    whole = sum(piece.params for of_stage in pieces for piece in of_stage)
-    shard = -(-whole // dims.fsdp)
-    reduced = DTYPE_BYTES[training.reduce_dtype] * whole
-    replicated = layout.zero_stage == 1 or dims.fsdp == 1
-    accumulates = layout.num_microbatches > 1 and not layout.reduce_every_microbatch
-    gradients = max(MASTER_BYTES * shard, reduced) if replicated or accumulates else MASTER_BYTES * shard
-    kept = sum(n * _kept(measured, layout, stage) for n, stage in zip(held, stages))
-    again = max((measured.blocks[i].saved - _kept_of(measured.blocks[i], layout, hidden=measured.hidden)
-                 for stage in stages for i in layout.layers(stage)), default=0.0)  # of the block being recomputed
-    sequences = element * layout.microbatch_size
-    last = layout.num_stages - 1 in stages
-    vocab = question.model.vocab_size // (dims.tp if question.profile.splits_logits else 1)
-    logits = 12 * training.seq_len * layout.microbatch_size * vocab if last else 0
-    again = max(0.0, again - logits / sequences)  # logits have gone when the first block is recomputed
-    return StageMemory(
-        stage=rank, layers=sum(layout.layers_per_stage[stage] for stage in stages), in_flight=max(held),
-        parameters_bytes=MASTER_BYTES * shard, gradients_bytes=gradients, optimizer_bytes=ADAM_BYTES * shard,
-        gathered_bytes=_gathered_bytes(pieces, layout, whole=whole, shard=shard, element=element,
-                                       replicated=replicated),
-        activations_bytes=int(sequences * (kept + again)),
-        logits_bytes=logits)
-
-
-def _kept(measured: Measured, layout: Layout, stage: int) -> float:
-    """Elements of one sequence that a stage keeps for its backward; the ends are never recomputed."""
-    ends = measured.before.saved * (stage == 0) + measured.behind.saved * (stage == layout.num_stages - 1)
-    boundary = 2 * measured.hidden if layout.num_stages > 1 else 0  # received and sent on
-    return ends + boundary + sum(_kept_of(measured.blocks[i], layout, hidden=measured.hidden)
-                                 for i in layout.layers(stage))
-
-
-def _kept_of(block: Piece, layout: Layout, *, hidden: int) -> float:
-    return min(block.saved, {"none": math.inf, "selective": block.kept, "full": hidden}[layout.recompute])
-
-
-def _gathered_bytes(pieces: list[tuple[Piece, ...]], layout: Layout, *, whole: int, shard: int, element: int,
-                    replicated: bool) -> int:
-    if replicated:
-        return element * whole if element < MASTER_BYTES else element * (whole - shard)
-    if not layout.reshard_after_forward or layout.dims.pp > 1 or layout.schedule in ZERO_BUBBLE_SCHEDULES:
-        return element * whole
-    largest = layout.layers_per_unit * max(piece.params for of_stage in pieces for piece in of_stage)
-    return element * min(whole, GATHERED_UNITS * largest + pieces[0][0].params + pieces[-1][-1].params)
-
-
-# ------------------------------------------------------------------ time
 def price(question: OwnQuestion, layout: Layout) -> Priced:
     """Predicted cost of a step."""
     training, cluster, dims = question.training, question.cluster, layout.dims
@@ -147,6 +66,7 @@ class _Stage:
     def __init__(self, question: OwnQuestion, layout: Layout, stage: int, *, measured: Measured, chip: Chip) -> None:
         self.question, self.layout, self.stage, self.measured = question, layout, stage, measured
         pieces = stage_pieces(measured, layout, stage)
+        self._before = pieces[0].params
         sequences = layout.microbatch_size
         matmul = sequences * sum(p.flops for p in pieces) / chip.matmul_flops
         stream = sequences * chip.element * sum(p.moved for p in pieces) / chip.memory_bytes_s
@@ -210,7 +130,7 @@ class _Stage:
         blocks = [measured.blocks[i].params for i in layout.layers(self.stage)]
         groups = [sum(blocks[i:i + layout.layers_per_unit]) for i in range(0, len(blocks), layout.layers_per_unit)]
         first, last = self.stage == 0, self.stage == layout.num_stages - 1
-        before, root = measured.before.params * first, measured.behind.params * last
+        before, root = self._before * first, measured.behind.params * last
         if self.question.profile.no_pp:
             before, root = 0, before + root
         kept = [(groups.pop(), 1, True)] if last and groups else []
@@ -259,7 +179,11 @@ class _Stage:
             if 0 <= other <= last and rank_of[other] != rank_of[self.stage]:
                 self._add("pp", "send_recv", "hidden states", self._bytes(self.measured.hidden),
                           times=layout.num_microbatches, phase=phase)
-        return max((t.seconds / t.times for t in self.transfers if t.axis == "pp"), default=0.0)
+        message_s = max((t.seconds / t.times for t in self.transfers if t.axis == "pp"), default=0.0)
+        if self.stage in (0, last) and rank_of[0] != rank_of[last]:
+            self._add("pp", "send_recv", "tied weights: gradient", 4 * self.measured.tied / self.layout.dims.fsdp,
+                      times=int(self.measured.tied > 0))
+        return message_s
 
     def _bytes(self, elements: float) -> float:
         return elements * self.layout.microbatch_size * DTYPE_BYTES[self.question.training.param_dtype]
@@ -277,5 +201,5 @@ class _Stage:
         exposed = max(once, seconds - hidden_s) if hidden_s and cluster.device == "cuda" else seconds
         self.transfers.append(Transfer(axis=axis, op=op, what=what, ranks=group.ranks, payload_bytes=int(payload),
                                        times=times, link=group.link, seconds=seconds, exposed_s=exposed, phase=phase))
-        if axis != "pp":  # what waits for messages is the timeline's to say
+        if axis != "pp" or phase == "step":  # what waits for hidden states is the timeline's to say
             self.exposed_s[phase] += exposed / (self.layout.num_microbatches if phase != "step" else 1)

@@ -7,7 +7,7 @@ Sources: GPipe (arXiv:1811.06965), 1F1B and interleaving (arXiv:2104.04473), zer
 DualPipeV (DeepSeek-V3, arXiv:2412.19437).
 """
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from jobs.spec.parallel import V_SCHEDULES, Schedule
@@ -47,7 +47,8 @@ def rank_of(schedule: Schedule, *, stage: int, pp: int) -> int:
     return stage % pp
 
 
-def order(schedule: Schedule, *, rank: int, pp: int, virtual_stages: int, num_microbatches: int) -> list[Action]:
+@functools.lru_cache(maxsize=2048)  # for the timeline and for what is held
+def order(schedule: Schedule, *, rank: int, pp: int, virtual_stages: int, num_microbatches: int) -> Sequence[Action]:
     """What `rank` computes, in order."""
     if schedule == "zbv":
         actions = _zbv(rank, pp, max(num_microbatches, 2 * pp - 1))

@@ -53,10 +53,10 @@ class Search:
         return price(self.question.model, layout, training=self.question.training, cluster=self.question.cluster,
                      headroom=self.headroom, convention=self._convention)
 
-    def heaviest_bytes(self, layout: Layout) -> float:
-        """Memory of the rank that needs most."""
-        return heaviest(self.question.model, layout, training=self.question.training,
-                        cluster=self.question.cluster).total_bytes
+    def heaviest_bytes(self, layout: Layout, *, enough_bytes: float = math.inf) -> float:
+        """Memory of the rank that needs most, or of the first that needs more than enough."""
+        return heaviest(self.question.model, layout, training=self.question.training, cluster=self.question.cluster,
+                        enough_bytes=enough_bytes).total_bytes
 
     def costs(self, layout: Layout) -> StepCosts:
         return step_costs(self.question.model, layout, training=self.question.training, cluster=self.question.cluster)
@@ -139,7 +139,7 @@ class Search:
 
     def _least_rest(self, shape: Shape, one: Pass, variant: Variant) -> float:
         """What data parallelism adds at least, whatever the way to shard."""
-        key = (shape, one, variant.num_microbatches, variant.schedule in ZERO_BUBBLE_SCHEDULES,
+        key = (shape, one, variant.num_microbatches, variant.virtual_stages, variant.schedule in ZERO_BUBBLE_SCHEDULES,
                min(max(UNITS), max(variant.layers_per_stage)))
         if key not in self._rests:
             every = self.space.dims(shape)
@@ -198,7 +198,7 @@ class Search:
             return None
         key = (*alike, dims.dp_shard)
         if key not in self._held:
-            self._held[key] = self.heaviest_bytes(layout)
+            self._held[key] = self.heaviest_bytes(layout, enough_bytes=self.limit_bytes + BUFFERS_BYTES)
             if self._held[key] > self.limit_bytes + BUFFERS_BYTES:
                 self._too_few[alike] = dims.dp_shard
             if self._held[key] > self.limit_bytes and len(self._dropped) < MOST_DROPPED:

@@ -129,7 +129,7 @@ def durations_of(stages: tuple[StageTimes, ...]) -> list[float]:
 
 
 def way_s(way: Way, durations: list[float]) -> float:
-    return sum(count * durations[number] for number, count in way)
+    return sum([count * durations[number] for number, count in way])
 
 
 def lower_bound_s(schedule: Schedule, *, stages: tuple[StageTimes, ...], virtual_stages: int,

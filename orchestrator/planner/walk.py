@@ -5,7 +5,6 @@ part of every step of that schedule, so it bounds the step from below whatever t
 longest again: then nothing needs to be run. Orders and durations are known here, not where they come from.
 """
 import functools
-from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,12 +24,12 @@ Way = tuple[tuple[int, int], ...]  # how often each duration, by its number, occ
 class Program:
     """Computations in an order in which each stands behind what it waits for; number 0 is the start of the step."""
 
-    before: array  # by number: what the rank did before
-    needed: array  # whose result it needs
-    message: array  # the duration that this result is on its way
-    duration: array  # its own
-    microbatch: array
-    ranks: tuple[array, ...]  # what each rank computes, in order
+    before: tuple[int, ...]  # by number: what the rank did before
+    needed: tuple[int, ...]  # whose result it needs
+    message: tuple[int, ...]  # the duration that this result is on its way
+    duration: tuple[int, ...]  # its own
+    microbatch: tuple[int, ...]
+    ranks: tuple[tuple[int, ...], ...]  # what each rank computes, in order
 
     def ends(self, durations: Sequence[float]) -> list[float]:
         """When each computation ends."""
@@ -89,8 +88,9 @@ def listed(schedule: Schedule, *, pp: int, virtual_stages: int, num_microbatches
         if position == before:
             raise RuntimeError(f"the {schedule} schedule of {num_microbatches} microbatches on {pp} ranks waits for "
                                "itself")
-        waiting = [rank for rank in waiting if position[rank] < len(orders[rank])]
-    return Program(*(array("i", column) for column in zip(*listing.rows)), tuple(listing.ranks))
+        # back and forth: forwards come down the ranks, backwards up
+        waiting = [rank for rank in reversed(waiting) if position[rank] < len(orders[rank])]
+    return Program(*zip(*listing.rows), tuple(map(tuple, listing.ranks)))
 
 
 class _Listing:
@@ -105,7 +105,7 @@ class _Listing:
         self.forward = [[0] * num_microbatches for _ in range(num_stages)]
         self.backward = [[0] * num_microbatches for _ in range(num_stages)] + [self.forward[top]]
         self.rows = [(0, 0, 0, 0, 0)]  # as the columns of Program
-        self.ranks = [array("i") for _ in range(pp)]
+        self.ranks: list[list[int]] = [[] for _ in range(pp)]
 
     def walk(self, rank: int, actions: list[Action], at: int) -> int:
         """As far as inputs are listed. Returns where it stopped."""

@@ -47,7 +47,8 @@ class WandbReader:
         self._restarts += 1
         code = self._process.returncode
         self.start()
-        return f"the W&B reader ended with code {code}, see logs/wandb.log; started again ({self._restarts} of {RESTARTS})"
+        return (f"the W&B reader ended with code {code}, see logs/wandb.log; started again ({self._restarts} of "
+                f"{RESTARTS})")
 
     def wait(self) -> str | None:
         """Blocking, at most FINISH_S; returns what there is to say if it was still busy then."""

@@ -20,7 +20,7 @@ from orchestrator.placement import place
 from orchestrator.planner import Plan, own_cost
 from orchestrator.planner.communication import stage_transfers
 from orchestrator.planner.memory import stage_memory
-from orchestrator.planner.own_cost import OwnQuestion
+from orchestrator.planner.own_memory import OwnQuestion
 from orchestrator.planner.plan import GIB, StageMemory, Transfer
 from orchestrator.planning_own import ask, own_question
 from orchestrator.submission.assemble import assemble_job

@@ -87,10 +87,16 @@ def test_experts_match_single_rank_everywhere(case, tmp_path):
     assert_matches_single_rank(tmp_path, layout(model=model, **arguments), model=model)
 
 
+EMPTY = {"dp_shard2, ep2": dict(dp_shard=2, ep=2), "pp2": dict(pp=2), "cp2 × tp2, ep2": dict(cp=2, tp=2, ep=2),
+         "recompute full": dict(recompute="full")}
+
+
+@pytest.mark.parametrize("case", [next(iter(EMPTY)), *(pytest.param(case, marks=pytest.mark.slow)
+                                                       for case in list(EMPTY)[1:])])
 @pytest.mark.parametrize("model", [DEEPSEEK3, MIXTURE], ids=["bias", "loss"])
-def test_empty_slots_are_not_in_the_balance(model, tmp_path):
+def test_empty_slots_are_not_in_the_balance(model, case, tmp_path):
     training = dataclasses.replace(TRAINING, global_batch_size=7)
-    where = layout(model=model, global_batch_size=7, dp_shard=2, ep=2)
+    where = layout(model=model, global_batch_size=7, **EMPTY[case])
     assert where.slots == 8
     assert_matches_single_rank(tmp_path, where, model=model, training=training)
 

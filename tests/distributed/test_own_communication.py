@@ -13,7 +13,8 @@ from jobs.own.measure import measure
 from jobs.spec.own_model import OwnModel
 from jobs.spec.parallel import Layout, split_layers
 from jobs.verify import verify
-from orchestrator.planner.own_cost import OwnQuestion, price, stage_memory, stage_transfers
+from orchestrator.planner.own_cost import price, stage_transfers
+from orchestrator.planner.own_memory import OwnQuestion, stage_memory
 from tests.distributed.test_planned_communication import CommunicationLog
 from tests.helpers.fake import in_child
 from tests.helpers.planning import cpu
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.distributed
 
 MODEL = OwnModel(name="mixer", entrypoint="configs.examples.mixer:build", vocab_size=256,
                  arguments={"dim": 32, "depth": 4, "head_dim": 8})
+TIED = OwnModel(name="tied", entrypoint="tests.helpers.own_models:tied", vocab_size=256)  # and with dropout
 CASES = {
     "tp2": dict(tp=2),
     "tp2 without sequence parallelism": dict(tp=2, sequence_parallel=False),
@@ -43,11 +45,19 @@ SLOW = {
 }
 
 
-def communicate(where: Layout) -> tuple[dict[str, float], int]:
+TIES = {
+    "dp_shard2": dict(dp_shard=2),
+    "pp2 × dp_shard2": dict(pp=2, dp_shard=2),
+    "tp2": dict(tp=2, sequence_parallel=False),
+    "pp2 in a V": dict(pp=2, schedule="zbv", virtual_stages=2, zero_stage=2),
+}
+
+
+def communicate(where: Layout, model: OwnModel) -> tuple[dict[str, float], int]:
     """Bytes that this rank sends in its second step, by operation; and parameters that it holds."""
     device = torch.device("cpu")
     mesh = build_mesh(where.dims, device=device)
-    parallel = parallelize_own(MODEL, mesh=mesh, layout=where, training=TRAINING, device=device)
+    parallel = parallelize_own(model, mesh=mesh, layout=where, training=TRAINING, device=device)
     tokens = torch.zeros(where.microbatch_size * where.num_microbatches, TRAINING.seq_len, dtype=torch.int64)
     parallel.forward_backward(tokens, tokens)
     parallel.refresh_weights()
@@ -60,24 +70,30 @@ def communicate(where: Layout) -> tuple[dict[str, float], int]:
     return dict(found), sum(local_of(p).numel() for p in parallel.parameters.values())
 
 
-def check(fields: dict) -> None:
-    where = layout(layers_per_stage=split_layers(4, fields.get("pp", 1)), **fields)
-    profile = in_child(measure, MODEL, seq_len=TRAINING.seq_len, degrees=(1, where.dims.tp))
-    question = OwnQuestion(model=MODEL, profile=profile, training=TRAINING, headroom=0.1,
+def check(fields: dict, model: OwnModel = MODEL) -> None:
+    where = layout(layers_per_stage=split_layers(4, fields.get("pp", 1) * fields.get("virtual_stages", 1)), **fields)
+    profile = in_child(measure, model, seq_len=TRAINING.seq_len, degrees=(1, where.dims.tp))
+    question = OwnQuestion(model=model, profile=profile, training=TRAINING, headroom=0.1,
                            cluster=cpu(where.dims.world_size))
     assert price(question, where).predicted.step_time_s > 0
-    for rank, (seen, params) in enumerate(run_ranks(communicate, world_size=where.dims.world_size, args=(where,))):
-        stage = where.dims.coordinate(rank)["pp"]
+    ranks = run_ranks(communicate, world_size=where.dims.world_size, args=(where, model))
+    for rank, (seen, params) in enumerate(ranks):
+        pp_rank = where.dims.coordinate(rank)["pp"]
         planned: collections.Counter[str] = collections.Counter()
-        for transfer in stage_transfers(question, where, stage):
+        for transfer in (one for stage in where.stages(pp_rank) for one in stage_transfers(question, where, stage)):
             planned[transfer.op] += transfer.payload_bytes * transfer.times
         assert seen == pytest.approx(dict(planned), rel=0.02), f"rank {rank}"
-        assert 4 * params == pytest.approx(stage_memory(question, where, stage).parameters_bytes, rel=0.02)
+        assert 4 * params == pytest.approx(stage_memory(question, where, pp_rank).parameters_bytes, rel=0.02)
 
 
 @pytest.mark.parametrize("fields", CASES.values(), ids=CASES)
 def test_what_is_planned_is_sent(fields: dict) -> None:
     check(fields)
+
+
+@pytest.mark.parametrize("fields", TIES.values(), ids=TIES)
+def test_what_is_planned_for_a_matrix_at_both_ends_is_sent_and_held(fields: dict) -> None:
+    check(fields, TIED)
 
 
 @pytest.mark.slow
@@ -101,12 +117,18 @@ MEMORY = {
 }
 
 
-@pytest.mark.parametrize("fields", MEMORY.values(), ids=MEMORY)
-def test_what_is_planned_is_held(tmp_path: Path, fields: dict) -> None:
+DROPPING = dataclasses.replace(TIED, arguments={"dim": 256, "depth": 6})
+HELD = {**{name: (WIDE, fields) for name, fields in MEMORY.items()},
+        "dropout and a tied matrix, one rank": (DROPPING, dict()),
+        "dropout and a tied matrix, tp2 × pp2": (DROPPING, dict(tp=2, pp=2, sequence_parallel=False))}
+
+
+@pytest.mark.parametrize("model, fields", HELD.values(), ids=HELD)
+def test_what_is_planned_is_held(tmp_path: Path, model: OwnModel, fields: dict) -> None:
     where = layout(layers_per_stage=split_layers(6, fields.get("pp", 1)), global_batch_size=16, **fields)
-    question = OwnQuestion(model=WIDE, training=LONG, cluster=cpu(where.dims.world_size), headroom=0.1,
-                           profile=in_child(measure, WIDE, seq_len=LONG.seq_len, degrees=(1, where.dims.tp)))
-    spec = job(tmp_path, where, model=WIDE, training=LONG)
+    question = OwnQuestion(model=model, training=LONG, cluster=cpu(where.dims.world_size), headroom=0.1,
+                           profile=in_child(measure, model, seq_len=LONG.seq_len, degrees=(1, where.dims.tp)))
+    spec = job(tmp_path, where, model=model, training=LONG)
     for rank in {0, where.dims.world_size - 1}:
         held = in_child(verify, spec, rank=rank)
         planned = stage_memory(question, where, where.dims.coordinate(rank)["pp"])

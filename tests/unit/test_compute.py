@@ -97,6 +97,19 @@ def test_unfused_attention_computes_the_masked_half_and_moves_the_scores():
     assert fused == pytest.approx(2 * scores * LLAMA3_8B.head_size / rate)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_dropped_attention_weights_cost_what_writing_scores_out_does(device):
+    dropping = dataclasses.replace(LLAMA3_8B, attention_dropout=0.1)
+    chip = CHIP._replace(device=device)
+    fused, dropped = (layer_times(model, 0, shape=shape(), chip=chip, software=OURS).attention_s
+                      for model in (LLAMA3_8B, dropping))
+    if device == "cpu":
+        assert dropped == pytest.approx(constants.DROPPED_ATTENTION[0] * fused)
+    else:
+        unfused = times(software=dataclasses.replace(OURS, flash_attention=False)).attention_s
+        assert 2 * fused < dropped <= 1.01 * unfused  # twice the bytes of half the scores
+
+
 def test_attention_grows_with_the_square_of_the_sequence():
     short, long = (times(tokens=8192, seq_len=s).attention_s for s in (8192, 32768))
     assert long == pytest.approx(4 * short)

@@ -1,5 +1,6 @@
 """Which sample a slot holds is a pure function of (seed, data_cursor, slot); no layout can change it."""
 import dataclasses
+import threading
 
 import numpy as np
 import pytest
@@ -197,6 +198,15 @@ def test_the_tokens_stay_on_disk(folder):
     file = TokenFile(folder / "long.bin")
     assert not file._tokens.flags.owndata and not file._tokens.flags.writeable
     assert file.window(0, 3).flags.owndata
+
+
+def test_the_next_batches_are_read_before_they_are_asked_for(folder):
+    reading = loader(spec(folder))
+    read, begun = reading._read, {cursor: threading.Event() for cursor in range(3)}
+    reading._read = lambda cursor: begun[cursor].set() or read(cursor)
+    reading.batch(0)
+    assert all(event.wait(timeout=20) for event in begun.values())
+    reading.close()
 
 
 def test_another_seed_is_another_order(folder):

@@ -356,7 +356,8 @@ def test_dropout_draws_like_independent_coins():
     n, p = 400, 0.25
 
     def draw(*, seed=0, step=1, slot=5, site=3, token=0):
-        keys = mix(sequence_keys(torch.tensor([slot]), seed=seed, step=step) + torch.arange(n) + token)
+        keys = sequence_keys(torch.tensor([slot]), seed=seed, step=step)
+        keys = locate(torch.empty(1, token + n, 1), places=Places(), keys=keys, weights=None).keys[0, token:]
         return 1 - dropped(keys, site=site, size=n, p=p).float()
 
     base = draw()

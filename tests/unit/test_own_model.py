@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from jobs.own.build import OwnModelError, build
-from jobs.own.chain import trace
+from jobs.own.build import OwnModelError, load_entrypoint
+from jobs.own.chain import read
 from jobs.own.measure import measure
-from jobs.own.table import resolve
 from jobs.spec.load import SpecError
 from jobs.spec.own_model import OwnModel
 from orchestrator.config import to_yaml
@@ -45,8 +44,10 @@ REFUSED = {
     "styles that are none": ("plain", {"styles": ["head"]}, ["styles is ['head']; give a dict"]),
     "an unknown argument": ("returning", {"depht": 3}, ["raised TypeError", "depht"]),
     "no table": ("returning", {}, ["returned Small", "(nn.Module, plan table)"]),
-    "a shared weight": ("altered", {"what": "tied"}, ["head.weight and embedding.weight are one", "each its own"]),
-    "dropout": ("altered", {"what": "dropout"}, ["blocks.0.drop drops out", "set p=0"]),
+    "a weight of two blocks": ("altered", {"what": "tied"}, ["blocks.1.up.weight and blocks.0.up.weight are one"]),
+    "dropout of channels": ("altered", {"what": "dropout"}, ["blocks.0.drop is a Dropout1d", "nn.Dropout"]),
+    "random numbers of no module": ("kind", {"name": "noisy"}, ["draws random numbers, aten::", "own_models.py:"]),
+    "dropout of what is no token": ("kind", {"name": "misplaced"}, [f"drop: dropout of [1, {VOCAB}, {SEQ}]"]),
     "batch norm": ("altered", {"what": "batch norm"}, ["blocks.0.bn is a batch norm"]),
     "a frozen weight": ("altered", {"what": "frozen"}, ["head.weight is not trained", "make it a buffer"]),
     "a plain tensor": ("altered", {"what": "tensor"}, ["Small.table is a tensor", "register_buffer"]),
@@ -87,9 +88,8 @@ CHAINS = {
 
 @pytest.mark.parametrize("spec, broken", CHAINS.values(), ids=CHAINS)
 def test_whether_a_model_can_be_cut_is_seen_in_its_forward(spec: OwnModel, broken: str | None) -> None:
-    model, raw = build(spec, seq_len=SEQ, device="meta")
-    chain = trace(model, resolve(raw, model), seq_len=SEQ, vocab_size=spec.vocab_size)
-    assert chain.broken is None if broken is None else broken in chain.broken
+    found = read(spec, seq_len=SEQ).chain.broken
+    assert found is None if broken is None else broken in found
 
 
 def test_flops_and_parameters_are_counted() -> None:
@@ -106,9 +106,17 @@ def test_flops_and_parameters_are_counted() -> None:
     assert {m.tp for m in found.measured} == {1, 2} and set(found.no_tp) == {3, 5}
 
 
+def test_a_parameter_of_two_modules_is_cut_in_one_way_or_not_at_all() -> None:
+    found = in_child(measure, own("tied_otherwise"), seq_len=SEQ, degrees=(1, 2))
+    assert "cuts head.weight and embedding.weight, one parameter, in two ways (head and None)" in found.no_tp[2]
+    one, two, *_ = in_child(measure, own("tied"), seq_len=SEQ, degrees=(1, 2)).measured
+    assert (one.tied, two.tied) == (VOCAB * 16, VOCAB * 8)
+    assert (one.before.params, one.behind.params) == (SEQ * 16, VOCAB * 16 + 2 * 16)  # the matrix counts once, behind
+
+
 def test_bytes_kept_for_the_backward_are_those_of_a_real_forward() -> None:
     saved = in_child(measure, MIXER, seq_len=SEQ, degrees=(1,)).measured[0]
-    model, _ = build(MIXER, seq_len=SEQ, device="cpu")
+    model, _ = load_entrypoint(MIXER.entrypoint)(vocab_size=MIXER.vocab_size, seq_len=SEQ, **MIXER.arguments)
     held = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, torch.Tensor] = {}
 

@@ -109,14 +109,15 @@ def memory(plan: Plan, *, gpu_gib: float) -> Html:
         tag("div", marks, *rows, class_="stack" + (" many" if len(rows) > 12 else "") + (" far" if far else "")),
         tag("p", f"{which}{size(heaviest.total_bytes)}", class_="sum"), key(legend),
         tag("details", tag("summary", "every rank in figures"),
-            table(head, figures, caption="memory of each pipeline rank, all its stages together", numbers=set(range(1, len(head))),
-                  marked=heaviest.stage if len(plan.memory) > 1 else None)))
+            table(head, figures, caption="memory of each pipeline rank, all its stages together",
+                  numbers=set(range(1, len(head))), marked=heaviest.stage if len(plan.memory) > 1 else None)))
 
 
 def _stage_bar(stage: StageMemory, used: list[str], *, scale: float, heaviest: bool) -> Html:
     parts = [(f"{_label(name)} {size(getattr(stage, name))}", getattr(stage, name),
               COLOURS[MEMORY_FIELDS.index(name) % len(COLOURS)]) for name in used]
-    label = f"pipeline rank {stage.stage}: {size(stage.total_bytes)}; " + "; ".join(name for name, value, _ in parts if value)
+    label = "; ".join([f"pipeline rank {stage.stage}: {size(stage.total_bytes)}",
+                       *(name for name, value, _ in parts if value)])
     return tag("div", tag("span", stage.stage, class_="stage"), bar(parts, total=scale, label=label),
                class_="row heaviest" if heaviest else "row")
 

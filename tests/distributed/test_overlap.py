@@ -1,0 +1,116 @@
+"""Messages travel while ranks compute: what starts before what, and that nothing waits in between. Times are the
+benchmarks' (tests.benchmarks.core); pipelines' messages: test_schedules.py."""
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from jobs.model.rule import AttentionKind, Rule
+from jobs.parallel.boundary import Boundary
+from jobs.parallel.columns import column_parallel
+from jobs.parallel.context import ContextAttention
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import TINY, build_model, job, layout
+
+pytestmark = pytest.mark.distributed
+
+# as they reach the dispatcher → one word each; a receive is a part of its hop
+WORDS = {"mm": "mm", "addmm_": "mm", "addmm": "mm", "allreduce_": "sum", "alltoall_base_": "scatter",
+         "_allgather_base_": "gather", "send": "hop", "_scaled_dot_product_flash_attention_for_cpu": "attend",
+         "_scaled_dot_product_flash_attention_for_cpu_backward": "attend"}
+
+
+class Order(TorchDispatchMode):
+    """Words of what is started, and `wait` for each time the rank waits for a message."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words: list[str] = []
+
+    def __enter__(self):
+        wait, words = dist.Work.wait, self.words
+        self._wait = wait
+        dist.Work.wait = lambda work, *args, **rest: words.append("wait") or wait(work, *args, **rest)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        dist.Work.wait = self._wait
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if word := WORDS.get(func.overloadpacket.__name__):
+            self.words.append(word)
+        return func(*args, **kwargs or {})
+
+
+# ------------------------------------------------------------------ gradients
+# layout → the message of a unit, and how many are under way before the last matmul, which is of the first layer's
+# weights: those of the other layers, and of norm and output, where these are not FSDP's root, which it reduces last
+REDUCTIONS = {
+    "replicas": (dict(dp_replicate=2), "sum", TINY.num_layers),
+    "ZeRO-1": (dict(dp_shard=2, zero_stage=1), "scatter", TINY.num_layers),
+    "ZeRO-2": (dict(dp_shard=2, zero_stage=2), "scatter", TINY.num_layers - 1),
+    "ZeRO-3": (dict(dp_shard=2), "scatter", TINY.num_layers - 1),
+}
+
+
+def order_of_a_step(spec) -> list[str]:
+    parallel = build_model(spec)
+    batch = torch.zeros(4, 16, dtype=torch.int64)
+    parallel.forward_backward(batch, batch)
+    with Order() as order:
+        parallel.forward_backward(batch, batch)
+    return order.words
+
+
+@pytest.mark.parametrize("case", REDUCTIONS)
+def test_gradients_are_reduced_while_backward_goes_on(case, tmp_path):
+    arguments, message, under_way = REDUCTIONS[case]
+    spec = job(tmp_path, layout(microbatch_size=4, **arguments))
+    for words in run_ranks(order_of_a_step, world_size=2, args=(spec,)):
+        last = len(words) - words[::-1].index("mm")
+        assert words[:last].count(message) == under_way
+        if case in ("replicas", "ZeRO-1"):  # FSDP waits for the one before
+            assert "wait" not in words[words.index(message):last]
+
+
+# ------------------------------------------------------------------ keys, activations
+def order_of_a_ring() -> tuple[list[str], list[str]]:
+    """Of forward and backward."""
+    q, k, v = (torch.randn(1, 8, heads, 16, requires_grad=True) for heads in (4, 2, 2))
+    with Order() as forward:
+        out = ContextAttention(group=dist.group.WORLD, method="ring")(q, k, v, rule=Rule(kind=AttentionKind(scale=1.0)))
+    with Order() as backward:
+        out.sum().backward()
+    return forward.words, backward.words
+
+
+def test_the_next_keys_travel_while_the_present_ones_are_met():
+    meet = ["hop", "attend", "wait", "wait"]  # for what is sent and for what arrives
+    for forward, backward in run_ranks(order_of_a_ring, world_size=3):
+        assert forward == [*meet, *meet, "attend"]
+        assert [word for word in backward if word != "wait"] == ["hop", "attend", "hop"] * 2 + ["attend", "hop"]
+        assert backward[:2] == ["hop", "attend"] and backward[-2:] == ["wait", "wait"]
+
+
+def order_of_columns(sequence_parallel: bool) -> list[str]:
+    """Of the backward of two maps."""
+    maps = [nn.Linear(16, 8, bias=False) for _ in range(2)]
+    for one in maps:  # as a DTensor's to_local: what the function sees is no leaf
+        weight = one.weight
+        del one.weight
+        one.weight = weight * 1
+    x = torch.randn(2, 4 if sequence_parallel else 8, 16, requires_grad=True)
+    outs = column_parallel(x, *maps, boundary=Boundary(dist.group.WORLD, sequence_parallel=sequence_parallel),
+                           regather=sequence_parallel)
+    with Order() as order:
+        torch.autograd.backward(outs, [torch.ones_like(out) for out in outs])
+    return order.words
+
+
+@pytest.mark.parametrize("sequence_parallel, wanted", [
+    (True, ["gather", "mm", "mm", "scatter", "wait", "mm", "mm", "wait"]),
+    (False, ["mm", "mm", "sum", "mm", "mm", "wait"])], ids=["sequence parallel", "whole sequences"])
+def test_activations_travel_while_gradients_are_computed(sequence_parallel, wanted):
+    assert run_ranks(order_of_columns, world_size=2, args=(sequence_parallel,)) == [wanted] * 2
