@@ -36,7 +36,7 @@ def parallelize_own(spec: OwnModel, *, mesh: DeviceMesh, layout: Layout, trainin
     memory. Raises OwnModelError where code, table or layout do not fit."""
     dims, parts, known = layout.dims, [], None
     for stage in layout.stages(mesh.get_local_rank("pp")):
-        known = read(spec, seq_len=training.seq_len, seed=training.seed)
+        known = read(spec, seq_len=training.seq_len, seed=training.seed if allocating is None else None)
         _refuse(known, layout=layout, training=training)
         ties = Ties(names=known.table.ties, ends=known.tied_ends)
         if dims.tp > 1:

@@ -42,9 +42,9 @@ def load_entrypoint(entrypoint: str, *, where: str = "model.entrypoint") -> Call
     return found
 
 
-def build(spec: OwnModel, *, seq_len: int, seed: int = 0) -> tuple[nn.Module, dict[str, Any], Recipe]:
-    """Call the user's function: its module, on meta; its table; and the weights that it would have, of this seed.
-    Raises OwnModelError."""
+def build(spec: OwnModel, *, seq_len: int, seed: int | None = None) -> tuple[nn.Module, dict[str, Any], Recipe]:
+    """Call the user's function: its module, on meta; its table; and the weights that it would have, of this seed (None:
+    they are not needed). Raises OwnModelError."""
     function, recipe = load_entrypoint(spec.entrypoint), Recipe(seed=seed)
     with recipe:
         try:

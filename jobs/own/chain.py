@@ -51,8 +51,8 @@ class Known:
         return tuple(name for name, parameter in self.model.named_parameters() if parameter in before & behind)
 
 
-def read(spec: OwnModel, *, seq_len: int, seed: int = 0) -> Known:
-    """Raises OwnModelError."""
+def read(spec: OwnModel, *, seq_len: int, seed: int | None = None) -> Known:
+    """`seed`: of the first weights, where they are needed. Raises OwnModelError."""
     model, raw, recipe = build(spec, seq_len=seq_len, seed=seed)
     table, draws = resolve(raw, model), replace_dropout(model)
     return Known(model=model, table=table, recipe=recipe, draws=draws,

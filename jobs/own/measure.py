@@ -25,6 +25,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from jobs.mesh import local_of
 from jobs.own.build import OwnModelError, told
 from jobs.own.chain import Known, read
+from jobs.own.check import table_problem
 from jobs.own.dropout import following
 from jobs.own.split import Share, apply_styles
 from jobs.own.table import Table, sequence_parallel_problem, tp_problem
@@ -43,7 +44,14 @@ def measure(spec: OwnModel, *, seq_len: int, degrees: tuple[int, ...]) -> OwnPro
     no_sequence = sequence_parallel_problem(known.model, known.table)
     no_tp = {tp: problem for tp in degrees if (problem := tp_problem(known.model, known.table, tp=tp)) is not None}
     measured = [_measure(spec, seq_len=seq_len, tp=1, sequence_parallel=False)]
-    for tp in sorted(set(degrees) - {1} - no_tp.keys()):
+    split = sorted(set(degrees) - {1} - no_tp.keys())
+    for tp in split[:1]:  # of one degree: what is wrong is wrong at all of them
+        what = {"seq_len": seq_len, "tp": tp}
+        if problem := table_problem(spec, **what, sequence_parallel=False):
+            raise OwnModelError(f"plan table: {problem}")
+        if no_sequence is None and seq_len % tp == 0:
+            no_sequence = table_problem(spec, **what, sequence_parallel=True)
+    for tp in split:
         for sequence_parallel in (False,) if no_sequence or seq_len % tp else (False, True):
             measured.append(_measure(spec, seq_len=seq_len, tp=tp, sequence_parallel=sequence_parallel))
     return OwnProfile(num_params=_numel(known.model), measured=tuple(measured), no_pp=known.chain.broken, no_tp=no_tp,

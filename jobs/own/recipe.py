@@ -4,6 +4,7 @@ Used by jobs.own.build, which runs that code once, on meta, and by jobs.own to f
 holds more than its shards, one whole parameter and what that is made from. Each draw of random numbers is seeded by
 (seed, number of the draw): a parameter's values do not depend on which others a rank makes, nor on the layout.
 """
+import contextlib
 import hashlib
 from collections import defaultdict
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -46,11 +48,19 @@ class _Step:
     seed: str | None  # of its random numbers
 
 
+class _Hidden(TorchFunctionMode):
+    """torch.nn.init leaves tensors on meta as they are: nobody is told that these are."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return False if func == torch.Tensor.is_meta.__get__ else func(*args, **(kwargs or {}))
+
+
 class Recipe(TorchDispatchMode):
     """Entered around the user's code: what it makes is on meta, and how it was made is noted. Tensors that are given as
-    numbers (torch.tensor, numpy, files) are real, and stay so until they meet one that is not."""
+    numbers (torch.tensor, numpy, files) are real, and stay so until they meet one that is not. `seed`: None where first
+    values will not be asked for; then torch.nn.init may skip much of its work."""
 
-    def __init__(self, *, seed: int) -> None:
+    def __init__(self, *, seed: int | None) -> None:
         super().__init__()
         self._seed, self._draws = seed, 0
         self._steps: list[_Step] = []
@@ -58,11 +68,22 @@ class Recipe(TorchDispatchMode):
         self._kept: list[Any] = []  # storages stay, so that their addresses stay theirs
         self._named: dict[str, _Ref | Tensor] = {}
 
+    def __enter__(self) -> "Recipe":
+        self._hidden = contextlib.nullcontext() if self._seed is None else _Hidden()
+        self._hidden.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._hidden.__exit__(*error)
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        on_meta = [tensor for tensor in given if tensor.is_meta]
+        on_meta = [tensor for tensor in given if _is_meta(tensor)]
         if given and not on_meta:
             return func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self._made(_Ref.of(args[0])).item()  # the code goes on by a value, so that is made now
         kwargs = dict(kwargs or {})
         written = [leaf for formal, actual in zip(func._schema.arguments, args)
                    if formal.alias_info is not None and formal.alias_info.is_write
@@ -71,7 +92,7 @@ class Recipe(TorchDispatchMode):
         seed = self._next_seed(generator) if torch.Tag.nondeterministic_seeded in func.tags else None
         device = {"device": "meta"} if any(one.name == "device" for one in func._schema.arguments) else {}
         # what would be written to a real tensor is not there: torch says so
-        shadow = tree_map(lambda leaf: _on_meta(leaf) if all(t.is_meta for t in written) else leaf, (args, kwargs))
+        shadow = tree_map(lambda leaf: _on_meta(leaf) if all(map(_is_meta, written)) else leaf, (args, kwargs))
         out = func(*shadow[0], **(shadow[1] | device))
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         read = frozenset(_Ref.of(tensor).key for tensor in on_meta)
@@ -95,17 +116,18 @@ class Recipe(TorchDispatchMode):
                     if tensor is None:
                         continue
                     self._named.setdefault(f"{path}.{name}".lstrip("."), _noted(tensor.detach()))
-                    if not tensor.is_meta and held is module._buffers:
+                    if not _is_meta(tensor) and held is module._buffers:
                         held[name] = _on_meta(tensor)
-                    elif not tensor.is_meta:
+                    elif not _is_meta(tensor):
                         held[name] = moved.setdefault(tensor, nn.Parameter(_on_meta(tensor.detach()),
                                                                            requires_grad=tensor.requires_grad))
 
     def value(self, name: str) -> Tensor:
         """The first value of a parameter or buffer, whole, on the CPU."""
         wanted = self._named[name]
-        if isinstance(wanted, Tensor):
-            return wanted
+        return wanted if isinstance(wanted, Tensor) else self._made(wanted)
+
+    def _made(self, wanted: _Ref) -> Tensor:
         storages: dict[int, torch.UntypedStorage] = {}
         with torch.random.fork_rng(devices=()), torch.no_grad():
             for index in sorted(self._needed(wanted.key)):
@@ -142,11 +164,15 @@ class Recipe(TorchDispatchMode):
 
 
 def _on_meta(leaf: Any) -> Any:
-    real = isinstance(leaf, Tensor) and not leaf.is_meta
+    real = isinstance(leaf, Tensor) and not _is_meta(leaf)
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta") if real else leaf
 
 
 def _noted(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    return _Ref.of(leaf) if leaf.is_meta else leaf.detach().clone()
+    return _Ref.of(leaf) if _is_meta(leaf) else leaf.detach().clone()
+
+
+def _is_meta(tensor: Tensor) -> bool:
+    return tensor.device.type == "meta"

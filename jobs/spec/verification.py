@@ -5,6 +5,8 @@ from typing import Literal
 # What memory is for, in the plan's words: `gathered` are unsharded weights and the buffers of their collectives.
 MEMORY = ("parameters", "gradients", "optimizer", "gathered", "activations")
 
+SHARED = "+"  # joins the names of axes that have one group, whose messages nothing tells apart
+
 CollectiveOp = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
 
 
@@ -12,7 +14,7 @@ CollectiveOp = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all
 class Collective:
     """Operations of one kind and size. `payload_bytes`: the whole tensor, of an all_to_all and a send what leaves."""
 
-    axis: str  # of the layout; what is shared over dp_shard·cp counts as dp_shard
+    axis: str  # of the layout, or several with SHARED between; what is shared over dp_shard·cp counts as dp_shard
     op: CollectiveOp
     payload_bytes: int
     times: int  # per step

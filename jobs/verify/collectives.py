@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jobs.mesh import fsdp_mesh
-from jobs.spec.verification import Collective
+from jobs.spec.verification import SHARED, Collective
 
 # c10d's names; a receive is its sender's to count
 OPS = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "allreduce_": "all_reduce",
@@ -18,19 +18,23 @@ OPS = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatte
 
 
 def axes_of_groups(mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> dict[str, str]:
-    """Name of a group → axis of the layout. What is shared over dp_shard·cp is the plan's dp_shard, and so are the
-    experts that ep leaves on several ranks; where dp_shard is 1 the first of these groups is cp's."""
-    found = {}
+    """Name of a group → axis of the layout, or several joined by SHARED: where dp_shard is 1 weights are sharded over
+    cp's own group, and all axes of the size of the world have torch's one group of it. What is shared over dp_shard·cp
+    is the plan's dp_shard, and so are the experts that ep leaves on several ranks."""
+    groups = [(mesh.get_group(axis), axis) for axis in mesh.mesh_dim_names]
+    groups.append((fsdp_mesh(mesh).get_group(), "dp_shard"))
     if expert_mesh is not None:
-        found |= {expert_mesh.get_group("expert_fsdp").group_name: "dp_shard",
-                  expert_mesh.get_group("dp_replicate").group_name: "dp_replicate",
-                  expert_mesh.get_group("ep").group_name: "ep"}
-    found[fsdp_mesh(mesh).get_group().group_name] = "dp_shard"
-    return found | {mesh.get_group(axis).group_name: axis for axis in mesh.mesh_dim_names}
+        groups += [(expert_mesh.get_group(name), axis) for name, axis in
+                   (("expert_fsdp", "dp_shard"), ("dp_replicate", "dp_replicate"), ("ep", "ep"))]
+    found: dict[str, set[str]] = collections.defaultdict(set)
+    for group, axis in groups:
+        found[group.group_name].add(axis)
+    return {name: SHARED.join(sorted(axes)) for name, axes in found.items()}
 
 
 class CollectiveLog(TorchDispatchMode):
-    """Counts (axis, op, bytes of the whole tensor). A group that `axes` does not name has the axis ''."""
+    """Counts (axis, op, bytes of the whole tensor). A group that `axes` does not name has the axis ''. gloo's
+    reduce-scatter, an all-to-all of numbers in equal parts (jobs.parallel.collectives), counts as what it is for."""
 
     def __init__(self, axes: dict[str, str] | None = None) -> None:
         super().__init__()
@@ -42,7 +46,9 @@ class CollectiveLog(TorchDispatchMode):
             sizes = [t.numel() * t.element_size() for t in tensors_of(args)]
             # of what is received an all_to_all's peers decide: what is sent counts
             payload = sizes[1] if op == "all_to_all" else max(sizes)
-            # ep's ranks may be those of another axis, and then it is the same group; only experts exchange all to all
+            if op == "all_to_all" and args[1].is_floating_point() and not args[3]:
+                op = "reduce_scatter"
+            # whoever shares ep's group: only experts exchange all to all
             axis = "ep" if op == "all_to_all" else self.axes.get(group_name(args), "")
             self.seen[axis, op, payload] += 1
         return func(*args, **kwargs or {})

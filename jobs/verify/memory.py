@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from jobs.mesh import local_of
 from jobs.optim import Optimizer
 from jobs.parallel import ParallelModel
-from jobs.spec.verification import MEMORY
+from jobs.spec.verification import MEMORY, SHARED
 from jobs.verify.collectives import group_name, tensors_of
 
 # A new peak is looked at where it exceeds the last one looked at by this share: that is how exact the division is.
@@ -32,7 +32,7 @@ class PeakMemory(TorchDispatchMode):
     def __init__(self, parallel: ParallelModel, optimizer: Optimizer, *, axes: dict[str, str]) -> None:
         super().__init__()
         self.parallel = parallel
-        self._axes = axes
+        self._moving = {group for group, names in axes.items() if {*names.split(SHARED)} & {*WEIGHT_AXES}}
         self._live: dict[int, int] = {}
         self._watched: dict[int, weakref.ref] = {}
         self._moved: set[int] = set()  # by collectives of data parallelism
@@ -74,7 +74,7 @@ class PeakMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **kwargs or {})
-        if func.namespace == "c10d" and self._axes.get(group_name(args)) in WEIGHT_AXES:
+        if func.namespace == "c10d" and group_name(args) in self._moving:
             self._moved.update(_key(tensor) for tensor in tensors_of(args))
         for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(tensor, Tensor):

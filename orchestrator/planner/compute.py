@@ -24,6 +24,7 @@ class Shape(NamedTuple):
     ep: int
     sequence_split: int  # tp under sequence parallelism, else 1
     recompute: str
+    blocks: int = 1  # of keys, one after the other, that attention is put together from: a ring's hops
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,8 @@ class LayerTimes:
 def shape_of(layout: Layout, *, seq_len: int) -> Shape:
     dims = layout.dims
     return Shape(tokens=max(1, layout.microbatch_size * seq_len // dims.cp), seq_len=seq_len, tp=dims.tp, ep=dims.ep,
-                 sequence_split=dims.tp if layout.sequence_parallel else 1, recompute=layout.recompute)
+                 sequence_split=dims.tp if layout.sequence_parallel else 1, recompute=layout.recompute,
+                 blocks=dims.cp if layout.cp_method == "ring" else 1)
 
 
 @functools.lru_cache(maxsize=16384)
@@ -60,14 +62,15 @@ def layer_times(model: ModelSpec, layer: int, *, shape: Shape, chip: Chip, softw
     weights = sum(count * matmul_s(k, n, m, flops=flops, chip=chip) for m, n, k, count in maps)
     weights += _accumulated_s(maps, chip=chip, software=software)
     attention, attention_back = _attention_s(model, layer, shape=shape, chip=chip, software=software)
+    merging = _merging_s(model, shape=shape, chip=chip, software=software)
     streamed = shape.tokens * _streamed_bytes(model, layer, shape=shape, chip=chip, software=software)
     stream = streamed / chip.memory_bytes_s
     cast = 0.0
     if chip.casts:
         cast = constants.CAST_BYTES * sum(m * k * count for m, _, k, count in maps) / chip.memory_bytes_s
     kernels = _kernels(model, layer, shape=shape, chip=chip, software=software)
-    forward_s = with_launches(forward + attention + stream + cast, kernels=kernels, chip=chip)
-    inputs_s = inputs + attention_back + constants.BACKWARD_TRAFFIC * stream + cast
+    forward_s = with_launches(forward + attention + merging + stream + cast, kernels=kernels, chip=chip)
+    inputs_s = inputs + attention_back + constants.BACKWARD_TRAFFIC * (stream + merging) + cast
     backward_s = with_launches(inputs_s + weights, kernels=2 * kernels, chip=chip)
     entries = tuple((share, sum(matmul_s(k, n, m, flops=flops, chip=chip) for m, n, k, _ in columns))
                     for share, columns in _entries(model, layer, maps))
@@ -180,6 +183,16 @@ def _attention_s(model: ModelSpec, layer: int, *, shape: Shape, chip: Chip,
     traffic = constants.UNFUSED_SCORE_BYTES * element / 2 * scores / chip.memory_bytes_s
     matmuls = flops / (chip.half_flops * constants.UNFUSED_MATMUL)
     return matmuls + traffic, 2 * matmuls + traffic
+
+
+def _merging_s(model: ModelSpec, *, shape: Shape, chip: Chip, software: Software) -> float:
+    """Memory traffic of putting attention together, block after block: a float32 sum of the outputs is scaled, the
+    block's is scaled and added; three passes where that is one kernel."""
+    if shape.blocks == 1:
+        return 0.0
+    passes = 3 if software.fused_kernels else 8
+    size = model.head_size if model.mla is None else model.mla.v_head_dim
+    return shape.blocks * passes * 4 * shape.tokens * model.num_heads * size / shape.tp / chip.memory_bytes_s
 
 
 def _streamed_bytes(model: ModelSpec, layer: int, *, shape: Shape, chip: Chip, software: Software) -> float:

@@ -7,7 +7,6 @@ fit are dropped.
 """
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from jobs.spec.model import AttentionConvention
@@ -118,7 +117,7 @@ class Search:
     def _open(self, part: Part, queue: Queue) -> None:
         shape, one, variant = part.shape, part.one, part.variant
         if variant is None and part.bounded == "rough":
-            queue.push(self.bounds.passed_s(shape, one), replace(part, bounded="closed"))
+            queue.push(self.bounds.passed_s(shape, one), part._replace(bounded="closed"))
         elif variant is None:
             self._open_shape(part, queue)
         elif part.bounded == "rough":
@@ -127,7 +126,7 @@ class Search:
             queue.push(self.bounds.closed_s(shape, variant, one) + rest_s, Part(shape, one, variant, "closed", rest_s))
         elif part.bounded == "closed":
             if self._held_bytes(self._lightest(part)) is not None:
-                queue.push(self._pipeline_s(part) + part.rest_s, replace(part, bounded="way"))
+                queue.push(self._pipeline_s(part) + part.rest_s, part._replace(bounded="way"))
         else:
             self._open_variant(part, queue)
 

@@ -8,7 +8,7 @@ import heapq
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from jobs.spec.parallel import Layout
 from orchestrator.planner.parts import Pass, Shape, Variant
@@ -26,8 +26,7 @@ class Effort:
     timelines: int = 0  # pipelines run
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """A part of the space, as far as it is decided."""
 
     shape: Shape
@@ -37,8 +36,7 @@ class Part:
     rest_s: float = 0.0  # what data parallelism adds at least
 
 
-@dataclass(frozen=True, slots=True)
-class Costed:
+class Costed(NamedTuple):
     """A layout that fits, with all of its costs but its pipeline's."""
 
     layout: Layout
@@ -47,8 +45,7 @@ class Costed:
     held_bytes: float
 
 
-@dataclass(frozen=True, slots=True)
-class Timed:
+class Timed(NamedTuple):
     """A layout whose step time is known."""
 
     layout: Layout

@@ -4,7 +4,8 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.planner.words import size
-from orchestrator.verification import Compared, Verification, VerifiedRank, rank_name
+from orchestrator.verification import (BYTES_TOLERANCE, MEMORY_TOLERANCE, SCALAR_BYTES, SMALL_PRINT_BYTES, Compared,
+                                       Verification, VerifiedRank, rank_name)
 
 SHAPES_SHOWN = 12
 
@@ -19,6 +20,8 @@ def show_verification(found: Verification, console: Console) -> None:
         console.print(Text(problem, "red"), soft_wrap=True)
     if not found.problems:
         console.print(Text("every rank fits, and does what the plan says", "green"))
+    console.print(Text(f"held to: memory {MEMORY_TOLERANCE:.0%}, or {size(SMALL_PRINT_BYTES)} where that is more; bytes "
+                       f"{BYTES_TOLERANCE:.0%} per axis, and then the number of messages exactly", "dim"))
 
 
 def _rank(found: Verification, rank: VerifiedRank) -> RenderableType:
@@ -34,14 +37,14 @@ def _rank(found: Verification, rank: VerifiedRank) -> RenderableType:
 
 
 def _communication(rank: VerifiedRank) -> Table:
-    table = Table("axis", "operations", "bytes per step", "planned", "", box=None, pad_edge=False)
+    table = Table("axis", "operations", "planned", "bytes per step", "planned", "", box=None, pad_edge=False)
     for row in rank.axes:
         ops: dict[str, int] = {}
         for one in rank.report.collectives:
-            if one.axis == row.what:
+            if one.axis == row.what and one.payload_bytes > SCALAR_BYTES:
                 ops[one.op] = ops.get(one.op, 0) + one.times
-        table.add_row(row.what, ", ".join(f"{times}× {op}" for op, times in ops.items()), f"{row.measured_bytes:,}",
-                      f"{row.planned_bytes:,}", _error(row))
+        table.add_row(row.what, ", ".join(f"{times}× {op}" for op, times in ops.items()), f"{row.planned_times}×",
+                      f"{row.measured_bytes:,}", f"{row.planned_bytes:,}", _error(row))
     return table
 
 

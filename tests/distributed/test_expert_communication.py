@@ -6,7 +6,8 @@ import dataclasses
 import pytest
 import torch
 
-from tests.helpers.communication import CommunicationLog
+from jobs.verify.collectives import CollectiveLog
+from tests.helpers.communication import sent
 from tests.helpers.models import DEEPSEEK3, MIXTURE
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TRAINING, build_model, job, layout
@@ -27,9 +28,9 @@ def communicate(spec) -> dict[tuple[str, int], int]:
     rows = where.microbatch_size * where.num_microbatches
     tokens = (torch.arange(rows * SEQ) * 7 % 256).view(rows, SEQ)
     parallel.forward_backward(tokens, tokens)
-    with CommunicationLog() as log:
+    with CollectiveLog() as log:
         parallel.forward_backward(tokens, tokens)
-    return dict(log.seen)
+    return sent(log.collectives())
 
 
 def latent(model, *, sequence_parallel: bool, recompute: bool) -> dict[tuple[str, int], int]:

@@ -13,9 +13,10 @@ from jobs.own.measure import measure
 from jobs.spec.own_model import OwnModel
 from jobs.spec.parallel import Layout, split_layers
 from jobs.verify import verify
+from jobs.verify.collectives import CollectiveLog
 from orchestrator.planner.own_cost import price, stage_transfers
 from orchestrator.planner.own_memory import OwnQuestion, stage_memory
-from tests.distributed.test_planned_communication import CommunicationLog
+from tests.helpers.communication import sent
 from tests.helpers.fake import in_child
 from tests.helpers.planning import cpu
 from tests.helpers.ranks import run_ranks
@@ -61,11 +62,11 @@ def communicate(where: Layout, model: OwnModel) -> tuple[dict[str, float], int]:
     tokens = torch.zeros(where.microbatch_size * where.num_microbatches, TRAINING.seq_len, dtype=torch.int64)
     parallel.forward_backward(tokens, tokens)
     parallel.refresh_weights()
-    with CommunicationLog() as log:
+    with CollectiveLog() as log:
         parallel.forward_backward(tokens, tokens)
         parallel.refresh_weights()
     found: collections.Counter[str] = collections.Counter()
-    for (op, size), times in log.seen.items():
+    for (op, size), times in sent(log.collectives()).items():
         found[op] += size * times
     return dict(found), sum(local_of(p).numel() for p in parallel.parameters.values())
 

@@ -2,7 +2,6 @@
 model is the docs' example: convolutions, moving averages and attention, without a line of parallel code; the other has
 one matrix at both ends, and drops out wherever that is possible."""
 import dataclasses
-import hashlib
 import tempfile
 import weakref
 from pathlib import Path
@@ -18,6 +17,7 @@ from jobs.own import parallelize_own
 from jobs.own.build import build
 from jobs.spec.own_model import OwnModel
 from jobs.spec.parallel import split_layers
+from tests.helpers.own_models import SeededDraws
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import (TRAINING, assert_same_run, commit, final_parameters, job, layout, reference,
                                     train_job)
@@ -153,21 +153,6 @@ def test_a_checkpoint_of_an_own_model_resumes_on_another_layout(tmp_path: Path) 
     assert after.losses == pytest.approx(whole.losses[3:], abs=1e-5, rel=0)
 
 
-class SeededDraws(TorchDispatchMode):
-    """Each draw of random numbers has a seed of its own."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.seed, self.draws = seed, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.draws += 1
-            digest = hashlib.sha256(f"{self.seed}:{self.draws}".encode()).digest()
-            torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        return func(*args, **kwargs or {})
-
-
 def first_loss(spec) -> tuple[float, float]:
     """Of the rank's model, and of the user's module as anybody would run it with the same seed."""
     device = torch.device("cpu")
@@ -214,7 +199,8 @@ class Live(TorchDispatchMode):
 
 
 def test_initial_weights_are_made_one_at_a_time() -> None:
-    model, _, recipe = build(dataclasses.replace(MIXER, arguments={"dim": 64, "depth": 12, "head_dim": 16}), seq_len=16)
+    deep = dataclasses.replace(MIXER, arguments={"dim": 64, "depth": 12, "head_dim": 16})
+    model, _, recipe = build(deep, seq_len=16, seed=0)
     sizes = {name: 4 * p.numel() for name, p in model.named_parameters()}
     with Live() as live:
         values = {name: recipe.value(name).sum().item() for name in sizes}

@@ -7,8 +7,9 @@ import torch
 
 from jobs.mesh import build_mesh
 from jobs.parallel import parallelize
+from jobs.verify.collectives import CollectiveLog
 from orchestrator.planner.communication import stage_transfers
-from tests.helpers.communication import CommunicationLog
+from tests.helpers.communication import sent
 from tests.helpers.planning import cpu
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, TRAINING, layout
@@ -71,10 +72,10 @@ def communicate(where, model) -> dict[tuple[str, int], int]:
     tokens = torch.zeros(rows, TRAINING.seq_len // where.dims.cp, dtype=torch.int64)
     parallel.forward_backward(tokens, tokens)
     parallel.refresh_weights()
-    with CommunicationLog() as log:
+    with CollectiveLog() as log:
         parallel.forward_backward(tokens, tokens)
         parallel.refresh_weights()
-    return dict(log.seen)
+    return sent(log.collectives())
 
 
 def check(arguments: dict, tied: bool) -> None:

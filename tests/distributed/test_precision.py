@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from tests.helpers.communication import CommunicationLog
+from jobs.verify.collectives import CollectiveLog
+from tests.helpers.communication import sent
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, TRAINING, Outcome, build_model, job, layout, train_job
 
@@ -80,9 +82,10 @@ def reduced_bytes(spec) -> int:
     """What is sent for the sums of gradients in one step."""
     parallel = build_model(spec)
     batch = torch.zeros(spec.layout.microbatch_size * spec.layout.num_microbatches, 16, dtype=torch.int64)
-    with CommunicationLog() as log:
+    with CollectiveLog() as log:
         parallel.forward_backward(batch, batch)
-    return sum(size * times for (op, size), times in log.seen.items() if op in ("all_reduce", "reduce_scatter"))
+    return sum(size * times for (op, size), times in sent(log.collectives()).items()
+               if op in ("all_reduce", "reduce_scatter"))
 
 
 @pytest.mark.parametrize("case", SHARDED)
@@ -97,20 +100,23 @@ def test_gradients_are_reduced_in_the_precision_that_is_asked_for(case, tmp_path
 
 
 def largest_sum_error(spec) -> float:
-    """Between the gradient of many microbatches of one sequence and that of one microbatch of all."""
+    """Between the gradient of many microbatches of one sequence and that of one microbatch of all of this rank's."""
+    share = MANY // spec.layout.dims.dp
     batch = torch.randint(0, 256, (MANY, spec.training.seq_len), generator=torch.Generator().manual_seed(0))
+    mine = batch[dist.get_rank() * share:][:share]
     grads = []
-    for size in (1, MANY):
-        where = dataclasses.replace(spec.layout, microbatch_size=size, num_microbatches=MANY // size)
+    for size in (1, share):
+        where = dataclasses.replace(spec.layout, microbatch_size=size, num_microbatches=share // size)
         parallel = build_model(dataclasses.replace(spec, layout=where))
-        parallel.forward_backward(batch, batch)
-        grads.append(parallel.gradients)
+        parallel.forward_backward(mine, mine)
+        grads.append(dict(parallel.gradients))
     errors = [(grads[0][name] - g).norm() / g.norm() for name, g in grads[1].items()]
     return max(errors).item()
 
 
-def test_microbatches_are_summed_in_float32(tmp_path):
+@pytest.mark.parametrize("case", ["one rank", *SHARDED])
+def test_microbatches_are_summed_in_float32(case, tmp_path):
     """Each addend is rounded once; were the sum rounded with each of them, it would be three times as far off."""
     training = dataclasses.replace(BF16, global_batch_size=MANY)
-    spec = job(tmp_path, layout(global_batch_size=MANY), training=training)
-    assert run_ranks(largest_sum_error, world_size=1, args=(spec,))[0] < RESOLUTION
+    spec = job(tmp_path, layout(global_batch_size=MANY, **SHARDED.get(case, {})), training=training)
+    assert max(run_ranks(largest_sum_error, world_size=spec.world_size, args=(spec,))) < RESOLUTION

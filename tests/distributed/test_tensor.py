@@ -8,7 +8,8 @@ import torch.nn as nn
 from jobs.parallel.boundary import Boundary
 from jobs.parallel.collectives import reduce_scatter
 from jobs.parallel.columns import column_parallel
-from tests.helpers.communication import CommunicationLog
+from jobs.verify.collectives import CollectiveLog
+from tests.helpers.communication import sent
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -86,9 +87,10 @@ def sent_by(asked: str) -> dict[str, int]:
         one.weight = weight.view_as(weight)
     outs = column_parallel(leaf * 1, *mine, boundary=Boundary(dist.group.WORLD, sequence_parallel=True), regather=True)
     wanted = {"all": [leaf, *held], "input": [leaf], "weights": held}[asked]
-    with CommunicationLog() as log:
+    with CollectiveLog() as log:
         torch.autograd.grad(outs, wanted, [torch.ones_like(out) for out in outs])
-    return {op: sum(n for (name, _), n in log.seen.items() if name == op) for op, _ in log.seen}
+    found = sent(log.collectives())
+    return {op: sum(n for (name, _), n in found.items() if name == op) for op, _ in found}
 
 
 @pytest.mark.parametrize("asked", HALVES)

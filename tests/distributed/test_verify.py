@@ -16,10 +16,11 @@ from jobs.spec.model import ModelSpec
 from jobs.spec.parallel import Layout, ParallelDims
 from jobs.spec.training import DataSpec, TrainingSpec
 from jobs.verify import verify
+from jobs.verify.collectives import CollectiveLog
 from orchestrator.config import RunConfig
 from orchestrator.submission.assemble import assemble_job
 from orchestrator.verification import compare, telling_ranks
-from tests.helpers.communication import CommunicationLog
+from tests.helpers.communication import sent
 from tests.helpers.fake import in_child, preset
 from tests.helpers.models import DEEPSEEK3, MIXTURE
 from tests.helpers.orc import orc, training_run
@@ -33,11 +34,21 @@ pytestmark = pytest.mark.distributed
 PRESETS = {
     "llama3-8b, ZeRO-2": ("llama3-8b", 4, dict(dp_shard=8), dict(zero_stage=2, layers_per_unit=2, num_microbatches=2,
                                                                  reduce_every_microbatch=True), 8192),
+    "llama3-8b, gpipe, no backward before the last forward": (
+        "llama3-8b", 4, dict(pp=2, dp_shard=2), dict(schedule="gpipe", num_microbatches=2), 8192),
     "deepseek-v3, ep × tp × pp": ("deepseek-v3", 4, dict(tp=2, pp=2, dp_shard=8, ep=8),
                                   dict(zero_stage=1, recompute="selective"), 4096),
 }
 SLOW = {
     "llama3-8b, gpipe": ("llama3-8b", 4, dict(pp=2, dp_shard=2), dict(schedule="gpipe"), 8192),
+    "llama3-8b, one microbatch": ("llama3-8b", 4, dict(dp_shard=8), dict(num_microbatches=1), 8192),
+    "llama3-8b, four stages per rank, ZeRO-2": (
+        "llama3-8b", 8, dict(pp=2, dp_shard=2), dict(schedule="interleaved_1f1b", virtual_stages=4, zero_stage=2), 4096),
+    "llama3-405b, many weights' gradients wait": (
+        "llama3-405b", 8, dict(cp=2, tp=8, dp_shard=2, pp=4),
+        dict(zero_stage=1, schedule="interleaved_zero_bubble", virtual_stages=2, num_microbatches=16), 8192),
+    "llama3-70b, zbv": ("llama3-70b", 16, dict(tp=4, dp_shard=2, pp=4),
+                        dict(zero_stage=2, schedule="zbv", virtual_stages=2, num_microbatches=16), 8192),
     "llama3-8b, no sequence parallelism": ("llama3-8b", 4, dict(tp=4, dp_shard=2),
                                            dict(sequence_parallel=False, recompute="full"), 8192),
     "llama3-8b, dualpipev": ("llama3-8b", 4, dict(pp=2, dp_shard=2), dict(schedule="dualpipev", virtual_stages=2,
@@ -134,10 +145,10 @@ def really_send(job: JobSpec) -> dict[tuple[str, int], int]:
     tokens = torch.zeros(rows, job.training.seq_len // where.dims.cp, dtype=torch.int64)
     parallel.forward_backward(tokens, tokens)
     parallel.refresh_weights()
-    with CommunicationLog() as log:
+    with CollectiveLog() as log:
         parallel.forward_backward(tokens, tokens, step=1)
         parallel.refresh_weights()
-    return dict(log.seen)
+    return sent(log.collectives())
 
 
 @pytest.mark.parametrize("case", REAL)
@@ -145,10 +156,8 @@ def test_a_fake_ranks_first_step_sends_what_a_real_ranks_second_does(case):
     job = job_of(*REAL[case])
     real = run_ranks(really_send, world_size=job.world_size, args=(job,))
     for rank, seen in enumerate(real):
-        fake: dict[tuple[str, int], int] = {}
-        for one in in_child(verify, job, rank=rank).collectives:
-            if one.payload_bytes > 4:  # the norm, which the optimizer sums up
-                fake[one.op, one.payload_bytes] = fake.get((one.op, one.payload_bytes), 0) + one.times
+        fake = {(op, size): times for (op, size), times in sent(in_child(verify, job, rank=rank).collectives).items()
+                if size > 4}  # the norm, which the optimizer sums up
         routed = "all_to_all"  # of these the sizes are the routing's, the number is not
         assert sum(n for (op, _), n in fake.items() if op == routed) == \
             sum(n for (op, _), n in seen.items() if op == routed)

@@ -1,10 +1,13 @@
 """Small own models, each with one thing that a user may get wrong or that orc must find out; see test_own_model.py."""
+import hashlib
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 DIM = 8
 PLAN = {"blocks": "blocks.*", "styles": {"embedding": "vocab", "blocks.*.up": "column", "blocks.*.down": "row",
@@ -103,6 +106,44 @@ def kind(*, vocab_size: int, seq_len: int, name: str) -> tuple[nn.Module, dict]:
             "noisy": Noisy, "misplaced": Misplaced}[name](vocab_size), PLAN
 
 
+class Attention(nn.Module):
+    """With one weight for q, k and v, whose rows lie as they may: head by head, or all of q above all of k."""
+
+    def __init__(self, *, head_dim: int, by_head: bool) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+        self.head_dim, self.by_head = head_dim, by_head
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.by_head:
+            q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim)).unbind(-2)
+        else:
+            q, k, v = self.qkv(x).unflatten(-1, (3, -1, self.head_dim)).unbind(-3)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+
+
+class Attending(nn.Module):
+    """`shifts`: a token also sees the one before it, outside of the split."""
+
+    def __init__(self, *, by_head: bool, shifts: bool) -> None:
+        super().__init__()
+        self.attention, self.shifts = Attention(head_dim=2, by_head=by_head), shifts
+        nn.init.zeros_(self.attention.out.weight)  # as many models begin
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x)
+        return x + 0.5 * F.pad(x, (0, 0, 1, 0))[:, :-1] if self.shifts else x
+
+
+def fused(*, vocab_size: int, seq_len: int, by_head: bool, shifts: bool = False) -> tuple[nn.Module, dict]:
+    model = Small(vocab_size)
+    model.blocks = nn.ModuleList(Attending(by_head=by_head, shifts=shifts) for _ in range(2))
+    inside = {"attention": "split", "attention.qkv": "column", "attention.out": "row"}
+    return model, {"blocks": "blocks.*", "styles": {"embedding": "vocab", "head": "head"} | {
+        f"blocks.*.{path}": style for path, style in inside.items()}}
+
+
 def raising(*, vocab_size: int, seq_len: int) -> tuple[nn.Module, dict]:
     return {}["dim"]
 
@@ -187,3 +228,44 @@ def tied_otherwise(*, vocab_size: int, seq_len: int) -> tuple[nn.Module, dict]:
 def tied(*, vocab_size: int, seq_len: int, dim: int = 16, depth: int = 4, p: float = 0.2) -> tuple[nn.Module, dict]:
     table = PLAN | {"styles": PLAN["styles"] | {"norm": "sequence"}}
     return Tied(vocab_size, seq_len, dim=dim, depth=depth, p=p), table
+
+
+class SeededDraws(TorchDispatchMode):
+    """Each draw of random numbers has a seed of its own."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed, self.draws = seed, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.draws += 1
+            digest = hashlib.sha256(f"{self.seed}:{self.draws}".encode()).digest()
+            torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        return func(*args, **kwargs or {})
+
+
+class Initial(nn.Module):
+    """Weights that are made in many ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.square, self.tall, self.row = nn.Linear(6, 6), nn.Linear(4, 9), nn.Linear(5, 3)
+        nn.init.orthogonal_(self.square.weight)
+        nn.init.trunc_normal_(self.tall.weight, std=0.02)
+        nn.init.sparse_(self.row.weight, 0.3)
+        self.copied = nn.Linear(6, 6)
+        self.copied.weight.data.copy_(self.square.weight)  # as it is now, and not later
+        with torch.no_grad():
+            self.square.weight[2:4] *= 3.0
+            self.tall.bias[::2] = 0.0
+        self.given = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+        self.read = nn.Parameter(torch.from_numpy(np.arange(4, dtype=np.float32)))
+        self.mixed = nn.Parameter(torch.randn(3) * torch.tensor([1.0, 10.0, 100.0]))
+        self.grown = nn.Parameter(torch.cat([torch.zeros(2, 3), torch.ones(1, 3)]).t().contiguous())
+        self.register_buffer("scale", torch.tensor([0.5, 0.25]), persistent=False)
+        self.register_buffer("positions", torch.arange(7).float() / 7)
+
+
+def initial(*, vocab_size: int, seq_len: int) -> tuple[nn.Module, dict]:
+    return Initial(), {}

@@ -110,6 +110,16 @@ def test_dropped_attention_weights_cost_what_writing_scores_out_does(device):
         assert 2 * fused < dropped <= 1.01 * unfused  # twice the bytes of half the scores
 
 
+def test_a_ring_puts_attention_together_block_after_block():
+    """Of the ranks of a ring each adds as many float32 outputs as there are blocks; gathered keys are one block."""
+    whole, ring = (times(tokens=4096, blocks=blocks) for blocks in (1, 4))
+    assert ring.attention_s == whole.attention_s
+    moved_s = 4 * 8 * 4 * 4096 * LLAMA3_8B.num_heads * LLAMA3_8B.head_size / CHIP.memory_bytes_s
+    assert ring.forward_s - whole.forward_s == pytest.approx(moved_s)
+    for method, blocks in (("ring", 2), ("allgather", 1)):
+        assert shape_of(layout_of(LLAMA3_8B, dims={"cp": 2}, cp_method=method), seq_len=8192).blocks == blocks
+
+
 def test_attention_grows_with_the_square_of_the_sequence():
     short, long = (times(tokens=8192, seq_len=s).attention_s for s in (8192, 32768))
     assert long == pytest.approx(4 * short)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from jobs.own.build import OwnModelError, load_entrypoint
+from jobs.own.build import OwnModelError, build, load_entrypoint
 from jobs.own.chain import read
 from jobs.own.measure import measure
 from jobs.spec.load import SpecError
@@ -17,6 +17,7 @@ from orchestrator.config import to_yaml
 from orchestrator.load import load, load_traced, read_stored
 from orchestrator.planning import make_plan
 from orchestrator.planning_own import ask
+from tests.helpers import own_models
 from tests.helpers.fake import in_child
 from tests.helpers.orc import ROOT, orc
 
@@ -65,7 +66,8 @@ REFUSED = {
     "silence in a split": ("restyled", {"styles": {"blocks.*": "split", "blocks.*.norm": None}},
                            ["'blocks.0.norm' lies in the split 'blocks.0' and has no style"]),
     "no logits": ("kind", {"name": "hidden"}, [f"gave [1, {SEQ}, 8], not logits [1, {SEQ}, model.vocab_size={VOCAB}]"]),
-    "enters and never leaves": ("restyled", {"styles": {"blocks.*.down": None}}, ["at tp=2", "a forward raised"]),
+    "enters and never leaves": ("restyled", {"styles": {"blocks.*.down": None}},
+                                 ["blocks.0, split over tp=2, raised RuntimeError: mat1 and mat2"]),
 }
 
 
@@ -106,12 +108,37 @@ def test_flops_and_parameters_are_counted() -> None:
     assert {m.tp for m in found.measured} == {1, 2} and set(found.no_tp) == {3, 5}
 
 
+def test_weights_made_one_by_one_are_those_that_the_code_makes_of_the_same_draws() -> None:
+    with own_models.SeededDraws(5), torch.random.fork_rng():
+        wanted = own_models.Initial()
+    model, _, recipe = build(own("initial"), seq_len=SEQ, seed=5)
+    named = dict([*wanted.named_parameters(), *wanted.named_buffers()])
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())) and len(named) == 14
+    for name in reversed(named):  # in whatever order they are asked for
+        assert torch.equal(recipe.value(name), named[name]), name
+    assert not torch.equal(build(own("initial"), seq_len=SEQ, seed=6)[2].value("mixed"), named["mixed"])
+
+
 def test_a_parameter_of_two_modules_is_cut_in_one_way_or_not_at_all() -> None:
     found = in_child(measure, own("tied_otherwise"), seq_len=SEQ, degrees=(1, 2))
     assert "cuts head.weight and embedding.weight, one parameter, in two ways (head and None)" in found.no_tp[2]
     one, two, *_ = in_child(measure, own("tied"), seq_len=SEQ, degrees=(1, 2)).measured
     assert (one.tied, two.tied) == (VOCAB * 16, VOCAB * 8)
     assert (one.before.params, one.behind.params) == (SEQ * 16, VOCAB * 16 + 2 * 16)  # the matrix counts once, behind
+
+
+def test_rows_of_a_fused_weight_in_another_order_are_refused() -> None:
+    with pytest.raises(OwnModelError, match=r"blocks\.0, split over tp=2, computes something else than whole: .*%; "):
+        in_child(measure, own("fused", by_head=False), seq_len=SEQ, degrees=(1, 2))
+    assert in_child(measure, own("fused", by_head=False), seq_len=SEQ, degrees=(1,)).num_blocks == 2
+    right = in_child(measure, own("fused", by_head=True), seq_len=SEQ, degrees=(1, 2))
+    assert right.no_sequence_parallel is None and not right.no_tp
+
+
+def test_tokens_mixed_between_splits_rule_out_sequence_parallelism() -> None:
+    found = in_child(measure, own("fused", by_head=True, shifts=True), seq_len=SEQ, degrees=(1, 2))
+    assert "blocks.0, split over tp=2, computes something else than whole" in found.no_sequence_parallel
+    assert [(m.tp, m.sequence_parallel) for m in found.measured] == [(1, False), (2, False)]
 
 
 def test_bytes_kept_for_the_backward_are_those_of_a_real_forward() -> None:
