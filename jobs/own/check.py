@@ -127,7 +127,7 @@ class _Meeting:
 
     def __init__(self, size: int, *, shares_tokens: bool) -> None:
         self.shares_tokens = shares_tokens  # between splits, as under sequence parallelism
-        self.barrier = threading.Barrier(size, timeout=60.0)
+        self.barrier = threading.Barrier(size, timeout=600.0)
         self.given: list[Tensor | None] = [None] * size
 
     def exchange(self, rank: int, x: Tensor) -> list[Tensor]:

@@ -158,7 +158,7 @@ def _telling_ranks(model: ModelSpec, layout: Layout) -> tuple[int, ...]:
 def _telling(model: ModelSpec, schedule: Schedule, pp: int, virtual_stages: int, num_microbatches: int,
              layers_per_stage: tuple[int, ...], split: bool) -> tuple[int, ...]:
     """Those that no other rank outdoes in everything that takes memory: ends of the model, layers of each kind,
-    microbatches held, and waiting, of a stage and of each kind of layer. Of equal ranks the first."""
+    gradients at the peak, microbatches held, and waiting, of a stage and of each kind of layer. Of equal ranks the first."""
     if pp == 1:
         return (0,)
     starts = [0, *itertools.accumulate(layers_per_stage)]
@@ -177,7 +177,8 @@ def _telling(model: ModelSpec, schedule: Schedule, pp: int, virtual_stages: int,
         names = ["layers", *range(len(moments))]
         kinds = [layers[what, moe, window, *rest] for moe, window, _ in like_layers(model, 0, model.num_layers)
                  for what in names for rest in ((), ("waiting",))]
-        takes.setdefault((rank == 0, len(layers_per_stage) - 1 in stages, sum(moments[0][0]), *kinds), rank)
+        begun = any(held < num_microbatches for held in moments[0][0])  # a backward, at the peak: gradients are there
+        takes.setdefault((rank == 0, len(layers_per_stage) - 1 in stages, begun, sum(moments[0][0]), *kinds), rank)
     found: list[tuple[int, ...]] = []
     for one in sorted(takes, reverse=True):
         if not any(all(map(operator.ge, other, one)) for other in found):

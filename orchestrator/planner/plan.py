@@ -39,10 +39,10 @@ class PlannedJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageMemory:
-    """Peak bytes of one rank of one pipeline stage, by what they are for."""
+    """Peak bytes of one pipeline rank, by what they are for."""
 
-    stage: int
-    layers: int
+    stage: int  # its coordinate on pp: under virtual stages it holds several
+    layers: int  # of all its stages
     in_flight: int  # microbatches whose activations are held at once
     parameters_bytes: int  # float32 master shard
     gradients_bytes: int  # shard, and the unsharded sum while microbatches accumulate
@@ -107,8 +107,8 @@ class Prediction:
     bubble_s: float
     optimizer_s: float
     bubble_fraction: float  # of the pipeline's time: (p−1)/(m+p−1) for even stages
-    memory_gib: float  # heaviest stage
-    memory_stage: int
+    memory_gib: float  # heaviest pipeline rank
+    memory_stage: int  # that rank's coordinate on pp
     memory_limit_gib: float  # of the GPU, less the headroom
 
     @property

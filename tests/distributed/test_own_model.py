@@ -17,7 +17,7 @@ from jobs.own import parallelize_own
 from jobs.own.build import build
 from jobs.spec.own_model import OwnModel
 from jobs.spec.parallel import split_layers
-from tests.helpers.own_models import SeededDraws
+from tests.helpers.own_models import SeededDraws, tied
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import (TRAINING, assert_same_run, commit, final_parameters, job, layout, reference,
                                     train_job)
@@ -172,6 +172,27 @@ def test_weights_and_buffers_are_what_the_users_code_makes_of_the_seed(tmp_path:
     spec = job(tmp_path, where, model=MIXER, training=dataclasses.replace(TRAINING, seed=seed))
     (found, wanted), = run_ranks(first_loss, world_size=1, args=(spec,))
     assert found == pytest.approx(wanted, abs=1e-6)
+
+
+def tied_gradient(spec) -> tuple[list[str], torch.Tensor, torch.Tensor]:
+    """Names of the rank's parameters; the shared one's gradient, and what plain torch makes of the same weights."""
+    device = torch.device("cpu")
+    parallel = parallelize_own(spec.model, mesh=build_mesh(spec.layout.dims, device=device), layout=spec.layout,
+                               training=spec.training, device=device)
+    tokens = torch.randint(256, (spec.training.global_batch_size, spec.training.seq_len + 1))
+    parallel.forward_backward(tokens[:, :-1], tokens[:, 1:])
+    model, _ = tied(vocab_size=256, seq_len=spec.training.seq_len, **spec.model.arguments)
+    model.load_state_dict(parallel.parameters, strict=False)
+    torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    return list(parallel.parameters), parallel.gradients["embedding.weight"], model.embedding.weight.grad
+
+
+def test_a_parameter_of_two_modules_is_one_and_its_gradient_is_both_of_theirs(tmp_path: Path) -> None:
+    spec = job(tmp_path, layout(layers_per_stage=(4,), microbatch_size=8),
+               model=dataclasses.replace(TIED, arguments={"p": 0.0}))
+    (names, found, wanted), = run_ranks(tied_gradient, world_size=1, args=(spec,))
+    assert "embedding.weight" in names and not any("head" in name or "copy" in name for name in names)
+    assert (found - wanted).abs().max() < 1e-6 < wanted.abs().max()
 
 
 class Live(TorchDispatchMode):

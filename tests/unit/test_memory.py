@@ -6,10 +6,12 @@ import pytest
 from jobs.spec.counts import num_params
 from jobs.spec.model import MlaSpec, ModelSpec, MoeSpec
 from orchestrator.planner.activations import BlockShape, block_activation_bytes, block_shape
+from orchestrator.planner.cost import heaviest
 from orchestrator.planner.memory import in_flight, stage_memory, stage_params
 from orchestrator.planner.schedules import peak_held
 from orchestrator.planner.software import Software
-from tests.helpers.planning import LLAMA3_8B, SMALL, layout_of, training
+from orchestrator.planner.uneven import stage_splits
+from tests.helpers.planning import LLAMA3_8B, LLAMA3_70B, SMALL, h100, layout_of, training
 
 # Korthikanti et al., table 3: s, b, h, a of the 22B, 175B, 530B and 1T models
 GPT = [(2048, 4, 6144, 64), (2048, 1, 12288, 96), (2048, 1, 20480, 128), (2048, 1, 25600, 160)]
@@ -229,3 +231,24 @@ def test_context_parallelism_divides_activations_and_logits():
                  for cp in (1, 4))
     assert four.activations_bytes == pytest.approx(one.activations_bytes / 4)
     assert four.logits_bytes == one.logits_bytes / 4 and four.communication_bytes > one.communication_bytes
+
+
+# schedule, virtual stages, microbatches for pp=8, recompute, ZeRO: some ranks hold all microbatches at their peak
+TELLING = [(schedule, virtual, m, recompute, zero)
+           for schedule, virtual in (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_zero_bubble", 2),
+                                     ("zbv", 2), ("dualpipev", 2))
+           for m in (8, 16, 24) for recompute in ("none", "selective", "full") for zero in (1, 2)
+           if schedule != "dualpipev" or m > 8]
+
+
+@pytest.mark.parametrize("schedule,virtual,m,recompute,zero", TELLING)
+@pytest.mark.parametrize("layers", [30, 32, 40])
+def test_the_heaviest_rank_is_among_those_that_are_looked_at(schedule, virtual, m, recompute, zero, layers):
+    model = dataclasses.replace(LLAMA3_70B, num_layers=layers)
+    spec = training(global_batch_size=8 * m, seq_len=8192, param_dtype="bfloat16")
+    layout = dataclasses.replace(
+        layout_of(model, dims={"pp": 8, "tp": 4, "dp_shard": 8}, num_microbatches=m, schedule=schedule,
+                  virtual_stages=virtual, recompute=recompute, zero_stage=zero),
+        layers_per_stage=stage_splits(model, num_stages=8 * virtual, seq_len=8192, recompute=recompute)[0])
+    every = [stage_memory(model, layout, training=spec, stage=rank, device="cuda").total_bytes for rank in range(8)]
+    assert heaviest(model, layout, training=spec, cluster=h100(32)).total_bytes == max(every)

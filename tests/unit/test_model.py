@@ -205,6 +205,17 @@ def test_packed_documents_are_the_documents_alone(name):
     assert (packed - model(tokens))[:, 2:].abs().max() > 1e-2  # the mask matters
 
 
+def test_where_documents_begin_is_fetched_once_if_it_does_not_come_from_the_host():
+    """As under FSDP on a GPU, which moves all that the model is given to the device."""
+    starts = document_starts(torch.tensor([[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1]]))
+    tokens = locate(torch.empty(2, 6, 1), places=Places(), keys=None, weights=None, starts=starts)
+    assert tokens.starts_on_host is starts
+    moved = dataclasses.replace(tokens, starts=starts.clone(), shared={})
+    assert moved.starts_on_host is moved.starts_on_host and torch.equal(moved.starts_on_host, starts)
+    rule = Rule(kind=AttentionKind(scale=1.0), tokens=moved)
+    assert [rule.lowest(position) for position in range(6)] == [(0, 0), (0, 1), (1, 2), (1, 2), (1, 2), (1, 5)]
+
+
 def test_dropped_weights_draw_like_independent_coins():
     """Rate, and agreement between any two of: neighbouring queries, keys and heads, layers, sequences, steps, seeds."""
     n, p = 256, 0.25

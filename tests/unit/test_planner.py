@@ -16,7 +16,6 @@ from orchestrator.load import load
 from orchestrator.planner import PlanError, layout_from_flat, plan_from_dict, plan_json
 from orchestrator.planner.cost import price
 from orchestrator.planner.show import show_plan
-from orchestrator.request import ParallelRequest
 from orchestrator.planner.uneven import stage_splits
 from tests.helpers.planning import (GOLDEN, GOLDEN_PLANS, LLAMA3_8B, LLAMA3_70B, LLAMA3_405B, SMALL, cpu, flatten,
                                     golden_plan, h100, layout_of, plan_for, training)
