@@ -3,9 +3,10 @@
 Built by jobs.parallel where nothing, or only the optimizer's state, is sharded. Every rank computes with whole
 weights in param_dtype; the optimizer updates float32 *masters*: this rank's rows of them under ZeRO-1, the weights
 themselves where they are float32. A bucket is a unit of jobs.parallel.data, so messages are as many and as large as
-there. A gradient moves into its bucket's message as soon as a backward pass has it, while it is in cache, and is
-dropped: the message is where microbatches are summed, and gradients exist once. Over data-parallel ranks they are
-*summed*: the loss has already been divided by the global token count.
+there. A gradient moves into its bucket's message as soon as the last backward pass has it, while it is in cache, and
+is dropped: gradients exist once. Microbatches are summed in float32: by autograd in weight.grad where it sums in that,
+else in the message. Over data-parallel ranks they are *summed*, too: the loss has already been divided by the global
+token count.
 
 Collectives, once per step and unit; P = the unit's weights / tp in param_dtype, G = the same in reduce_dtype, rows
 rounded up to a multiple of fsdp = dp_shard·cp:
@@ -46,20 +47,23 @@ class _Bucket:
         self.gathered: Tensor | None = None  # [fsdp, numel]
         self.work: list[Work] = []
 
-    def add(self, master: Master, grad: Tensor, *, dtype: torch.dtype) -> None:
-        """One backward pass's gradient of one weight."""
+    def add(self, master: Master, *, dtype: torch.dtype) -> None:
+        """Move what one weight has of gradient into the message."""
+        if (grad := master.weight.grad) is None:
+            return
         if self.summed is None:
             self._begin(dtype)
-        for into, rows in zip(master.into, master.cut(grad)):
+        for into, rows in zip(master.into, master.cut(local_of(grad))):
             into.copy_(rows) if master.is_new else into.add_(rows)
-        master.is_new = False
+        master.weight.grad, master.is_new = None, False
 
     def take(self, *, dtype: torch.dtype) -> Tensor:
         """The whole message, [fsdp, numel]."""
         if self.summed is None:
             self._begin(dtype)
         for master in self.masters:
-            if master.is_new:  # no token of this rank has used it
+            self.add(master, dtype=dtype)  # not every pass has used it
+            if master.is_new:  # no token of this rank has
                 for into in master.into:
                     into.zero_()
             master.into, master.is_new = [], True
@@ -158,11 +162,10 @@ class Buckets:
 
     def accumulated(self, weight: nn.Parameter) -> None:
         """One backward pass has added to weight.grad: autograd calls it, or a schedule that went round autograd."""
-        (bucket, master), grad = self._home[weight], weight.grad
-        if grad is not None:
-            bucket.add(master, local_of(grad), dtype=self._sum_dtype)
-            weight.grad = None
+        bucket, master = self._home[weight]
         bucket.waiting -= 1
+        if bucket.waiting < len(bucket.masters) or weight.dtype != self._sum_dtype:  # the last pass, or not autograd's
+            bucket.add(master, dtype=self._sum_dtype)
         while self._started < len(self._order) and self._order[self._started].waiting <= 0:
             self._start()
 

@@ -108,6 +108,8 @@ def block_activation_bytes(shape: BlockShape, *, tp: int, sequence_parallel: boo
         ffn = 0
     saved = (element - kept) * shape.ffn_dim  # the last product is the down projection's input
     routed = 2 * element * shape.routed * shape.dim / on_sequence + element * shape.latent
+    if shape.routed:  # the router's float32 copy of its input, in place of what a dense layer keeps of it
+        routed += (4 - kept) * shape.dim / on_sequence
     scores = 0
     if not shape.flash_attention and again not in ("attention", "attention, feed-forward"):
         # softmax, its dropout's output, the dropout's mask

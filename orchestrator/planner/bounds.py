@@ -103,7 +103,8 @@ class Bounds:
         """What reductions, gathers and the optimizer add at least on the mean rank: of the step, beyond its
         pipeline."""
         rest = self.rest(sharding.dims, sharding.layers_per_unit)
-        return self._added_s(rest, sharding.dims.pp, sharding.zero_stage, sharding.reduce_every_microbatch, variant, one)
+        return self._added_s(rest, sharding.dims.pp, sharding.zero_stage, sharding.reduce_every_microbatch, variant,
+                             one)
 
     def least_rest_s(self, every: tuple[ParallelDims, ...], shardings: tuple[tuple[int, int, bool], ...],
                      variant: Variant, one: Pass) -> float:
@@ -128,8 +129,7 @@ class Bounds:
         else:
             gather_s = _beyond(rest.gather_s, forward_s, gather_edge_s)
             if zero_stage == 3:  # of m forwards and m backwards all gather but those behind a backward: m + 1
-                passing_s = _beyond((1 - rest.kept) * rest.gather_s, max(forward_s, backward_s), 0.0)
-                gather_s = max(gather_s, (m + 1) * passing_s)
+                gather_s = max(gather_s, (m + 1) * _beyond((1 - rest.kept) * rest.gather_s, max(forward_s, backward_s)))
             found += gather_s
         return ROUNDING * (found + rest.update_s)
 
@@ -244,7 +244,7 @@ class Bounds:
         return min(layer_weights(self.model, layer, dims=dims).dense for layer, _ in self._counts)
 
 
-def _beyond(told_s: float, cover_s: float, edge_s: float) -> float:
+def _beyond(told_s: float, cover_s: float, edge_s: float = 0.0) -> float:
     """What communication costs behind compute: the part that sticks out, at least the edge, and what the rest slows."""
     hidden_s = min(told_s, cover_s, max(0.0, told_s - edge_s))
     return told_s - hidden_s + (constants.OVERLAP_SLOWDOWN - 1) * hidden_s

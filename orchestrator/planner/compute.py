@@ -63,20 +63,20 @@ def layer_times(model: ModelSpec, layer: int, *, shape: Shape, chip: Chip, softw
     weights += _accumulated_s(maps, chip=chip, software=software)
     attention, attention_back = _attention_s(model, layer, shape=shape, chip=chip, software=software)
     merging = _merging_s(model, shape=shape, chip=chip, software=software)
-    streamed = shape.tokens * _streamed_bytes(model, layer, shape=shape, chip=chip, software=software)
-    stream = streamed / chip.memory_bytes_s
-    cast = 0.0
-    if chip.casts:
-        cast = constants.CAST_BYTES * sum(m * k * count for m, _, k, count in maps) / chip.memory_bytes_s
+    streamed = _streamed_bytes(model, layer, shape=shape, chip=chip, software=software)
+    stream = shape.tokens * streamed / chip.memory_bytes_s
+    casts = constants.CAST_BYTES if chip.casts else 0.0
+    cast = casts * sum(m * k * count for m, _, k, count in maps) / chip.memory_bytes_s
     kernels = _kernels(model, layer, shape=shape, chip=chip, software=software)
     forward_s = with_launches(forward + attention + merging + stream + cast, kernels=kernels, chip=chip)
     inputs_s = inputs + attention_back + constants.BACKWARD_TRAFFIC * (stream + merging) + cast
     backward_s = with_launches(inputs_s + weights, kernels=2 * kernels, chip=chip)
     entries = tuple((share, sum(matmul_s(k, n, m, flops=flops, chip=chip) for m, n, k, _ in columns))
                     for share, columns in _entries(model, layer, maps))
+    again_s = _again_s(model, layer, shape, chip, software, maps=maps, forward_s=forward_s, attention=attention,
+                       stream=stream)
     return LayerTimes(forward_s=forward_s, inputs_s=backward_s - weights, weights_s=weights, attention_s=attention,
-                      entries=entries, again_s=_again_s(model, layer, shape, chip, software, maps=maps, forward_s=forward_s,
-                                                       attention=attention, stream=stream))
+                      entries=entries, again_s=again_s)
 
 
 def _accumulated_s(maps: list, *, chip: Chip, software: Software) -> float:
@@ -95,10 +95,9 @@ def _again_s(model: ModelSpec, layer: int, shape: Shape, chip: Chip, software: S
     if shape.recompute == "none":
         return 0.0
     if software.selective == "activations":
-        return shape.tokens * _activation_bytes(model, layer, chip=chip, software=software) / (
-            shape.tp * chip.memory_bytes_s)
-    # keeping the outputs of matmuls and of attention, only what lies between is repeated; repeating attention alone,
-    # a fused kernel has nothing to save and is left as it is
+        repeated = shape.tokens * _activation_bytes(model, layer, chip=chip, software=software)
+        return repeated / (shape.tp * chip.memory_bytes_s)
+    # keeping outputs of matmuls and of attention repeats what lies between; of attention a fused kernel saves nothing
     if software.selective == "all but matmuls":
         repeated = 1 - software.selective_share
         return stream + (repeated * sum(count * matmul_s(m, n, k, flops=chip.matmul_flops, chip=chip)
@@ -174,12 +173,11 @@ def _attention_s(model: ModelSpec, layer: int, *, shape: Shape, chip: Chip,
         rate = chip.half_flops * chip.attention
         forward = flops / (rate * constants.FLASH_FORWARD)
         backward = constants.FLASH_BACKWARD_FLOPS * flops / (rate * constants.FLASH_BACKWARD)
-        slower = constants.DROPPED_ATTENTION if dropped else (1.0, 1.0)
-        return slower[0] * forward, slower[1] * backward
+        slower, back = constants.DROPPED_ATTENTION if dropped else (1.0, 1.0)
+        return slower * forward, back * backward
     window = min(shape.seq_len, model.window(layer) or shape.seq_len)
-    scores, element = shape.tokens * window * model.num_heads / shape.tp, chip.element
-    if flash:
-        scores, element = scores / 2, 4
+    scores = shape.tokens * window * model.num_heads / shape.tp
+    scores, element = (scores / 2, 4) if flash else (scores, chip.element)
     traffic = constants.UNFUSED_SCORE_BYTES * element / 2 * scores / chip.memory_bytes_s
     matmuls = flops / (chip.half_flops * constants.UNFUSED_MATMUL)
     return matmuls + traffic, 2 * matmuls + traffic
@@ -190,9 +188,9 @@ def _merging_s(model: ModelSpec, *, shape: Shape, chip: Chip, software: Software
     block's is scaled and added; three passes where that is one kernel."""
     if shape.blocks == 1:
         return 0.0
-    passes = 3 if software.fused_kernels else 8
     size = model.head_size if model.mla is None else model.mla.v_head_dim
-    return shape.blocks * passes * 4 * shape.tokens * model.num_heads * size / shape.tp / chip.memory_bytes_s
+    passes = shape.blocks * (3 if software.fused_kernels else 8)
+    return passes * 4 * shape.tokens * model.num_heads * size / shape.tp / chip.memory_bytes_s
 
 
 def _streamed_bytes(model: ModelSpec, layer: int, *, shape: Shape, chip: Chip, software: Software) -> float:
@@ -205,10 +203,8 @@ def _streamed_bytes(model: ModelSpec, layer: int, *, shape: Shape, chip: Chip, s
         # per element), two half sums (12), cat (8), cast (6)
         eager = constants.EAGER_TRAFFIC
         norms, rotary = eager * 18 * element * model.dim, eager * 38 * heads * model.head_size
-    if model.positions == "learned":
-        rotary = 0
-    if software.dropout:
-        norms += (4 * element + 2) * model.dim
+    rotary = 0 if model.positions == "learned" else rotary
+    norms += (4 * element + 2) * model.dim if software.dropout else 0
     if model.post_norms:
         norms *= 1.5
     if model.is_moe(layer):
@@ -220,8 +216,8 @@ def _streamed_bytes(model: ModelSpec, layer: int, *, shape: Shape, chip: Chip, s
 def _activation_bytes(model: ModelSpec, layer: int, *, chip: Chip, software: Software) -> float:
     """Memory traffic per token between a feed-forward's matrices: of an eager gate silu and product apart."""
     passes = 2.0 if model.ffn == "gelu" else 3.0 if software.fused_kernels else 5 * constants.EAGER_TRAFFIC
-    moe = model.moe
-    ffn = (moe.top_k + moe.num_shared_experts) * moe.ffn_dim if model.is_moe(layer) else model.ffn_dim
+    moe = model.moe if model.is_moe(layer) else None
+    ffn = model.ffn_dim if moe is None else (moe.top_k + moe.num_shared_experts) * moe.ffn_dim
     return passes * chip.element * ffn
 
 

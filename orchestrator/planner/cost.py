@@ -89,7 +89,8 @@ def price(model: ModelSpec, layout: Layout, *, training: TrainingSpec, cluster: 
         mfu_convention=convention,
         hfu=per_gpu * executed / peak,
         compute_s=m * sum(one.compute_s for one in ranks[busiest]),
-        exposed_communication_s=m * sum(one.exposed_s for one in ranks[busiest]) + whole_s - unhindered_s + costs.tail_s,
+        exposed_communication_s=(m * sum(one.exposed_s for one in ranks[busiest]) + whole_s - unhindered_s
+                                 + costs.tail_s),
         bubble_s=bubble_s,
         optimizer_s=costs.update_s,
         bubble_fraction=bubble_s / whole_s,
@@ -158,7 +159,8 @@ def _telling_ranks(model: ModelSpec, layout: Layout) -> tuple[int, ...]:
 def _telling(model: ModelSpec, schedule: Schedule, pp: int, virtual_stages: int, num_microbatches: int,
              layers_per_stage: tuple[int, ...], split: bool) -> tuple[int, ...]:
     """Those that no other rank outdoes in everything that takes memory: ends of the model, layers of each kind,
-    gradients at the peak, microbatches held, and waiting, of a stage and of each kind of layer. Of equal ranks the first."""
+    gradients at the peak, microbatches held, and waiting, of a stage and of each kind of layer. Of equal ranks the
+    first."""
     if pp == 1:
         return (0,)
     starts = [0, *itertools.accumulate(layers_per_stage)]

@@ -93,11 +93,11 @@ def collective_s(op: Op, payload_bytes: float, group: Group, *, cluster: Cluster
                  ports: float | None = None, messages: int = 1) -> float:
     """Seconds of one collective, sent as `messages` one after another. Within an island a ring. Across islands NCCL's
     rings pass through every rank and through all of the group's network ports at once, so each port carries its share
-    of what a rank receives: as measured on 2 × 8 GPUs (MEASURED in tests/unit/test_communication.py), a gather of 16 ranks is
-    as slow as the network, not as half of it. Trees take hops that grow with log₂ of the islands: for all-reduce
-    (between two islands each half of the data crosses once), and for the others where a group has one rank on each
-    island. An all-to-all leaves through each rank's own port. A group keeps at most `ports` ports of an island busy,
-    however many ranks it has there."""
+    of what a rank receives: as measured on 2 × 8 GPUs (MEASURED in tests/unit/test_communication.py), a gather of 16
+    ranks is as slow as the network, not as half of it. Trees take hops that grow with log₂ of the islands: for
+    all-reduce (between two islands each half of the data crosses once), and for the others where a group has one rank
+    on each island. An all-to-all leaves through each rank's own port. A group keeps at most `ports` ports of an island
+    busy, however many ranks it has there."""
     if group.ranks == 1:
         return 0.0
     island_s, network_s = cluster.intra_node_latency_us * 1e-6, cluster.inter_node_latency_us * 1e-6

@@ -159,8 +159,9 @@ def _reduction_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSpec
     if _in_place(model, layout, training=training) or software.keeps_half_weights and layout.zero_stage < 3:
         return 0
     unit, ends = (DTYPE_BYTES[training.reduce_dtype] * weights for weights in _largest_unit(model, layout, rank))
-    if _whole_weights(layout) and (layout.num_microbatches == 1 or training.reduce_dtype == "float32"):
-        return 0  # gradients are summed in these messages
+    summed_there = training.param_dtype != "float32" and training.reduce_dtype == "float32"  # else in place, before
+    if _whole_weights(layout) and (layout.num_microbatches == 1 or summed_there):
+        return 0
     if layout.num_microbatches == 1 or layout.reduce_every_microbatch:
         return unit
     layers = sum(layout.layers_per_stage[stage] for stage in layout.stages(rank))

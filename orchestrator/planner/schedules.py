@@ -34,12 +34,6 @@ def stages_of(schedule: Schedule, *, rank: int, pp: int, virtual_stages: int) ->
     return tuple(rank + chunk * pp for chunk in range(virtual_stages))
 
 
-@functools.lru_cache(maxsize=4096)
-def stages_by_rank(schedule: Schedule, pp: int, virtual_stages: int) -> tuple[tuple[int, ...], ...]:
-    """stages_of every rank."""
-    return tuple(stages_of(schedule, rank=rank, pp=pp, virtual_stages=virtual_stages) for rank in range(pp))
-
-
 def rank_of(schedule: Schedule, *, stage: int, pp: int) -> int:
     """The pipeline rank that holds a stage."""
     if schedule in V_SCHEDULES:
@@ -96,8 +90,8 @@ def _one_forward_one_backward(rank: int, pp: int, chunks: int, m: int, *, split:
 
 
 def _warmup(rank: int, pp: int, chunks: int, m: int, *, split: bool) -> int:
-    """Forwards before the first that a backward follows. Interleaved 1F1B needs two more per hop from the last rank, the
-    others one."""
+    """Forwards before the first that a backward follows. Interleaved 1F1B needs two more per hop from the last rank,
+    the others one."""
     per_round = m // max(1, m // pp)
     return (chunks - 1) * per_round + (2 if chunks > 1 and not split else 1) * (pp - 1 - rank)
 

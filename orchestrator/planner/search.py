@@ -1,9 +1,9 @@
 """Best first: the fastest layouts that fit, out of all of them, while only the promising ones are opened.
 
 Called by the planner's entry, by explanations and by the page. Parts of the space wait in one queue, ordered by a time
-that nothing in them can beat: shapes by their compute, variants in closed form and then by the ways that other pipelines
-took, layouts by their own costs. What comes out as a price is therefore the best of all that is left. Parts that cannot
-fit are dropped.
+that nothing in them can beat: shapes by their compute, variants in closed form and then by the ways that other
+pipelines took, layouts by their own costs. What comes out as a price is therefore the best of all that is left. Parts
+that cannot fit are dropped.
 """
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -187,8 +187,8 @@ class Search:
 
     # -------------------------------------------------------------- what fits
     def _held_bytes(self, layout: Layout) -> float | None:
-        """What its heaviest rank needs, None if that is too much. Which links groups cross is nothing to it; and what is
-        much too big stays so when it is sharded over fewer ranks."""
+        """What its heaviest rank needs, None if that is too much. Which links groups cross is nothing to it; and what
+        is much too big stays so when it is sharded over fewer ranks."""
         dims = layout.dims
         alike = (dims.dp, dims.cp, dims.tp, dims.pp, dims.ep, layout.microbatch_size, layout.num_microbatches,
                  layout.layers_per_stage, layout.schedule, layout.recompute, layout.zero_stage, layout.layers_per_unit,

@@ -8,7 +8,8 @@ from typing import Literal
 
 MatmulDtype = Literal["float32", "bfloat16", "float16", "float8", "float4"]
 # What selective recompute computes again: what lies between a feed-forward's matrices; everything but matmuls and fused
-# attention (torchtitan); attention, of which a fused kernel leaves nothing (arXiv:2205.05198); and the feed-forward, too.
+# attention (torchtitan); attention, of which a fused kernel leaves nothing (arXiv:2205.05198); and the feed-forward
+# with it.
 Selective = Literal["activations", "all but matmuls", "attention", "attention, feed-forward"]
 
 

@@ -103,7 +103,7 @@ def stage_cost(model: ModelSpec, layout: Layout, *, training: TrainingSpec, clus
 
 def _hide_all(transfers: tuple[Transfer, ...], exposed: list[float], layout: Layout, *, stage: int,
               compute: LayerTimes, software: Software) -> list[float]:
-    """Set what is exposed of every transfer. Returns what the hidden part costs: per forward, per backward, per step."""
+    """Set what is exposed of each transfer. Returns what the hidden part costs: per forward, per backward, per step."""
     m = layout.num_microbatches
     hidden = {"forward": 0.0, "backward": 0.0, "step": 0.0}
     alike: dict[tuple[str, str, str], list[int]] = {}

@@ -3,17 +3,18 @@
 Called by the cost model (how long a step takes, how much of it is bubble) and by the page, which draws it. Any
 schedule, uneven stages, messages that take time. It knows durations, not where they come from.
 """
+import functools
 from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
 from jobs.spec.parallel import ZERO_BUBBLE_SCHEDULES, Schedule
-from orchestrator.planner.schedules import stages_by_rank
+from orchestrator.planner.schedules import stages_of
 from orchestrator.planner.walk import WIDTH, Program, Way, listed
 
 # Microbatches after which a step only repeats its steady state: rounds of the pipeline, and at least so many.
 EXACT_ROUNDS, EXACT_MICROBATCHES = 3, 60
-SPANS: tuple[Literal["F", "B", "W"], ...] = ("F", "B", "B", "W")  # by walk's kinds; of a split backward its inputs' part
+SPANS: tuple[Literal["F", "B", "W"], ...] = ("F", "B", "B", "W")  # by walk's kinds; of a split backward the first part
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,12 +143,17 @@ def lower_bound_s(schedule: Schedule, *, stages: tuple[StageTimes, ...], virtual
     work = [num_microbatches * (one.forward_s + one.backward_s) for one in stages]
     later = [num_microbatches * one.weights_s if split else 0.0 for one in stages]
     bound, fill_s, drain_s = 0.0, 0.0, 0.0
-    for first, own in zip(stages, stages_by_rank(schedule, pp, virtual_stages)):
+    for first, own in zip(stages, _stages_by_rank(schedule, pp, virtual_stages)):
         work_s = sum([work[s] for s in own])
         bound = max(bound, fill_s + work_s, fill_s + work_s - sum([later[s] for s in own]) + drain_s)
         fill_s += first.forward_s + first.send_s
         drain_s += first.backward_s - (first.weights_s if split else 0.0) + first.send_s
     return bound
+
+
+@functools.lru_cache(maxsize=4096)  # asked for every variant
+def _stages_by_rank(schedule: Schedule, pp: int, virtual_stages: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(stages_of(schedule, rank=rank, pp=pp, virtual_stages=virtual_stages) for rank in range(pp))
 
 
 def _with_bubbles(spans: list[Span], *, total_s: float) -> list[Span]:

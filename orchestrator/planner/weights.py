@@ -104,7 +104,8 @@ def _weights_of(model: ModelSpec, start: int, stop: int, *, tp: int, ep: int, fi
 
 def rank_weights(model: ModelSpec, layout: Layout, pp_rank: int) -> Weights:
     """Of all stages of a pipeline rank. A V holds both ends of the model, and with them both copies of a tied table."""
-    return weights_of_stages(model, layout.layers_per_stage, layout.stages(pp_rank), tp=layout.dims.tp, ep=layout.dims.ep)
+    return weights_of_stages(model, layout.layers_per_stage, layout.stages(pp_rank), tp=layout.dims.tp,
+                             ep=layout.dims.ep)
 
 
 @functools.lru_cache(maxsize=16384)  # asked several times for each of many layouts

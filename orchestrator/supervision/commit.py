@@ -41,7 +41,8 @@ class Commits:
 
 
 def commit(run_dir: RunDir, job: JobSpec, reports: tuple[ShardReport, ...]) -> CheckpointCommitted:
-    """Verify, merge the indices, write the manifest, rename. Blocking. Raises CommitError or OSError, and then nothing exists."""
+    """Verify, merge the indices, write the manifest, rename. Blocking. Raises CommitError or OSError, and then nothing
+    exists."""
     step = reports[0].step
     folder = run_dir.checkpoint_in_progress(step, job.attempt)
     files = [file for report in reports for file in report.files]

@@ -20,8 +20,8 @@ def show_verification(found: Verification, console: Console) -> None:
         console.print(Text(problem, "red"), soft_wrap=True)
     if not found.problems:
         console.print(Text("every rank fits, and does what the plan says", "green"))
-    console.print(Text(f"held to: memory {MEMORY_TOLERANCE:.0%}, or {size(SMALL_PRINT_BYTES)} where that is more; bytes "
-                       f"{BYTES_TOLERANCE:.0%} per axis, and then the number of messages exactly", "dim"))
+    console.print(Text(f"held to: memory {MEMORY_TOLERANCE:.0%}, or {size(SMALL_PRINT_BYTES)} where that is more; "
+                       f"bytes {BYTES_TOLERANCE:.0%} per axis, and then the number of messages exactly", "dim"))
 
 
 def _rank(found: Verification, rank: VerifiedRank) -> RenderableType:

@@ -25,7 +25,9 @@ JOBS = (FLAT, "llama3_405b", "llama3_70b", "llama3_8b", "gemma2_27b", "gpt3_175b
 
 def question(name: str) -> Question:
     asked = question_of(load(RUNS / f"{name.split()[0]}.yaml"), trainable=False)
-    return dataclasses.replace(asked, cluster=dataclasses.replace(asked.cluster, switches=[])) if name == FLAT else asked
+    if name != FLAT:
+        return asked
+    return dataclasses.replace(asked, cluster=dataclasses.replace(asked.cluster, switches=[]))
 
 
 def measure(name: str) -> dict:
@@ -44,7 +46,8 @@ def measure(name: str) -> dict:
 
 def main() -> None:
     repeats = int(sys.argv[1]) if len(sys.argv) > 1 else 3
-    print(f"{'job':32} {'legal layouts':>14} {'shapes':>7} {'variants':>9} {'priced':>7} {'timelines':>9} {'winner':>8} "
+    print(f"{'job':32} {'legal layouts':>14} {'shapes':>7} {'variants':>9} {'priced':>7} {'timelines':>9} "
+          f"{'winner':>8} "
           f"{'best six':>9} {'and axes':>9}")
     for name in JOBS:
         runs = [json.loads(subprocess.run([sys.executable, "-m", "tests.benchmarks.planner", "--one", name],

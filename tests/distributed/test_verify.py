@@ -15,11 +15,12 @@ from jobs.spec.load import to_dict
 from jobs.spec.model import ModelSpec
 from jobs.spec.parallel import Layout, ParallelDims
 from jobs.spec.training import DataSpec, TrainingSpec
+from jobs.spec.verification import Collective, RankReport
 from jobs.verify import verify
 from jobs.verify.collectives import CollectiveLog
 from orchestrator.config import RunConfig
 from orchestrator.submission.assemble import assemble_job
-from orchestrator.verification import compare, telling_ranks
+from orchestrator.verification import SMALL_PRINT_BYTES, VerifiedRank, compare, telling_ranks
 from tests.helpers.communication import sent
 from tests.helpers.fake import in_child, preset
 from tests.helpers.models import DEEPSEEK3, MIXTURE
@@ -43,7 +44,8 @@ SLOW = {
     "llama3-8b, gpipe": ("llama3-8b", 4, dict(pp=2, dp_shard=2), dict(schedule="gpipe"), 8192),
     "llama3-8b, one microbatch": ("llama3-8b", 4, dict(dp_shard=8), dict(num_microbatches=1), 8192),
     "llama3-8b, four stages per rank, ZeRO-2": (
-        "llama3-8b", 8, dict(pp=2, dp_shard=2), dict(schedule="interleaved_1f1b", virtual_stages=4, zero_stage=2), 4096),
+        "llama3-8b", 8, dict(pp=2, dp_shard=2), dict(schedule="interleaved_1f1b", virtual_stages=4, zero_stage=2),
+        4096),
     "llama3-405b, many weights' gradients wait": (
         "llama3-405b", 8, dict(cp=2, tp=8, dp_shard=2, pp=4),
         dict(zero_stage=1, schedule="interleaved_zero_bubble", virtual_stages=2, num_microbatches=16), 8192),
@@ -114,6 +116,40 @@ def test_the_step_of_masked_documents_is_the_one_that_is_verified(case):
         plain, report = (in_child(verify, one, rank=rank) for one in (job, masked))
         assert report.peak_bytes["activations"] != plain.peak_bytes["activations"]  # masks, no table of angles
         assert compare(report, job=masked, config=config, limit_bytes=2**62).problems == ()
+
+
+def compared(arguments: dict, **changed) -> VerifiedRank:
+    """A toy's report, with fields changed by functions of it."""
+    job = job_of(TINY, arguments)
+    report = in_child(verify, job, rank=0)
+    report = dataclasses.replace(report, **{name: change(report) for name, change in changed.items()})
+    return compare(report, job=job, config=RunConfig(run="x", cluster=h100(1), model=TINY, training=TRAINING),
+                   limit_bytes=2**62)
+
+
+def more(report: RankReport) -> dict[str, int]:
+    return report.peak_bytes | {"activations": report.peak_bytes["activations"] + 2 * SMALL_PRINT_BYTES}
+
+
+def halves(report: RankReport) -> tuple[Collective, ...]:
+    return tuple(dataclasses.replace(one, payload_bytes=one.payload_bytes // 2, times=2 * one.times)
+                 if one.payload_bytes > 1024 else one for one in report.collectives)
+
+
+def test_of_a_toy_more_than_the_small_print_is_told():
+    assert compared(dict(dp_shard=2)).problems == ()
+    [problem] = compared(dict(dp_shard=2), peak_bytes=more).problems
+    assert "the plan says" in problem and "GiB" in problem
+
+
+def test_the_same_bytes_in_more_messages_are_told():
+    [problem] = compared(dict(dp_shard=2), collectives=halves).problems
+    assert "messages per step, the plan says" in problem
+
+
+def test_axes_that_have_one_group_are_told_together():
+    found = compared(dict(cp=2))
+    assert [row.what for row in found.axes] == ["cp+dp_shard"] and found.problems == ()
 
 
 # ------------------------------------------------------------------ a fake rank is a rank

@@ -47,7 +47,8 @@ def layout_of(model: ModelSpec, *, microbatch_size: int = 1, num_microbatches: i
 def plan_for(model: ModelSpec, cluster: ClusterSpec, spec: TrainingSpec, *, headroom: float = 0.1,
              allow_tp_across_nodes: bool = False, trainable: bool = False, clock=lambda: 0.0, **fixed) -> Plan:
     return plan(model, training=spec, cluster=cluster, request=ParallelRequest(**fixed), headroom=headroom,
-                allow_tp_across_nodes=allow_tp_across_nodes, num_nodes=cluster.num_nodes, trainable=trainable, clock=clock)
+                allow_tp_across_nodes=allow_tp_across_nodes, num_nodes=cluster.num_nodes, trainable=trainable,
+                clock=clock)
 
 
 def step_s(search: Search, layout: Layout) -> float:

@@ -171,11 +171,23 @@ def test_zero_stages_of_a_7b_model(stage):
 
 
 def test_our_float32_zero1_keeps_masters_as_rows_of_the_weights():
-    memory = stage_memory(SMALL, layout_of(SMALL, dims={"dp_shard": 4}, zero_stage=1, num_microbatches=2),
-                          training=training(global_batch_size=8), stage=0, device="cuda")
+    one, two = (stage_memory(SMALL, layout_of(SMALL, dims={"dp_shard": 4}, zero_stage=1, num_microbatches=m),
+                             training=training(global_batch_size=4 * m), stage=0, device="cuda") for m in (1, 2))
     params = num_params(SMALL)
-    assert memory.parameters_bytes + memory.gathered_bytes == 4 * params
-    assert (memory.gradients_bytes, memory.optimizer_bytes) == (4 * params, 8 * params / 4)
+    assert one.parameters_bytes + one.gathered_bytes == 4 * params
+    assert (two.gradients_bytes, two.optimizer_bytes) == (4 * params, 8 * params / 4)
+
+
+def test_gradients_summed_in_place_need_one_units_message_beside_them():
+    """Of float32 weights autograd sums; of others the messages are the sums."""
+    def gathered(param_dtype: str, num_microbatches: int) -> int:
+        layout = layout_of(SMALL, dims={"dp_replicate": 4}, num_microbatches=num_microbatches)
+        return stage_memory(SMALL, layout, training=training(global_batch_size=4 * num_microbatches,
+                            param_dtype=param_dtype), stage=0, device="cuda").gathered_bytes
+
+    message = gathered("float32", 2) - gathered("float32", 1)
+    assert 0 < message <= 4 * num_params(SMALL)
+    assert gathered("bfloat16", 2) == gathered("bfloat16", 1)
 
 
 def test_reducing_every_microbatch_keeps_sharded_gradients():
