@@ -19,7 +19,8 @@ from jobs.spec.load import Problem, suggest
 
 INCLUDED = {"model": "models", "cluster": "clusters", "policy": "policies"}  # section → folder of configs/
 _KEY = re.compile(r"\w[\w-]*(\.\w[\w-]*)*")
-_TEXT = re.compile(r"\*|[^{\[\"'].*:(\s|$)")  # on a command line no alias has an anchor, and a mapping has braces
+# On a command line no alias has an anchor, nothing is a tag or a comment, and a mapping has braces.
+_TEXT = re.compile(r"[*&!#]|[^{\[\"'].*:(\s|$)")
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 
@@ -132,14 +133,15 @@ def choose_includes(base: Layer, command_line: Layer, problems: list[Problem]) -
 
 def included_layer(run_file: Path, section: str, name: tuple[str, str], problems: list[Problem]) -> list[Layer]:
     value, origin = name
-    folder = INCLUDED[section]
+    # a name: of the run file's own configs first, then of those that come with orc
+    folders = [configs / INCLUDED[section] for configs in (run_file.resolve().parent.parent, CONFIGS)]
     if value.endswith((".yaml", ".yml")):
         candidates = [run_file.parent / value]
-    else:  # a name: the run file's own configs first, then the ones that come with orc
-        candidates = [run_file.resolve().parent.parent / folder / f"{value}.yaml", CONFIGS / folder / f"{value}.yaml"]
+    else:
+        candidates = [folder / f"{value}.yaml" for folder in folders]
     for candidate in candidates:
         if os.path.isfile(candidate):  # unlike Path.is_file, False for a name that no file system takes
             return [read_yaml(candidate, problems, section)]
-    known = sorted({p.stem for c in candidates for p in c.parent.glob("*.yaml")})
+    known = sorted({p.stem for folder in folders for p in folder.glob("*.yaml")})
     problems.append(Problem(where=section, value=value, message=f"has no file; {suggest(value, known)}", origin=origin))
     return []

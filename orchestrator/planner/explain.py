@@ -44,7 +44,10 @@ def parse_wishes(text: str) -> dict[str, Any]:
                                                                            f"{suggest(name, known)}"))
             continue
         parsed = _parse(name, value)
-        if parsed is None:
+        if name in wishes:
+            problems.append(Problem(where="--explain", value=item, message=f"asks a second time for {name}; give one "
+                                    "value"))
+        elif parsed is None:
             problems.append(Problem(where="--explain", value=item, message="cannot be read; give " + (
                 "a whole number" if name in COUNTS else f"one of {', '.join(map(str, CHOICES[name]))}")))
         else:

@@ -105,7 +105,7 @@ def test_what_placement_forbids_is_priced_beside_the_rule():
                                                                                                         "whole"),
                                           ("schedule=fast", "one of gpipe"),
                                           ("tp=²", "a whole number"), ("tp=" + 5000 * "9", "a whole number"),
-                                          ("", "asks for nothing")])
+                                          ("tp=2,tp=4", "asks a second time for tp"), ("", "asks for nothing")])
 def test_wishes_that_cannot_be_read_are_refused(text, message):
     with pytest.raises(SpecError, match="--explain") as refused:
         parse_wishes(text)

@@ -282,6 +282,8 @@ def test_what_is_no_table_is_refused(tmp_path, content):
         validate(path)
     with pytest.raises(SpecError, match="does not exist"):
         validate(tmp_path / "none.csv")
+    with pytest.raises(SpecError, match="is no file"):
+        validate(tmp_path)
 
 
 def test_brackets_in_the_table_are_shown_and_are_no_markup(tmp_path):
