@@ -4,11 +4,15 @@ and remedy.
 Called by jobs.own.chain, in every rank and where the model is measured. Knows no mesh. What the user's code raises is
 raised on as the cause: its traceback belongs in the log.
 """
+import contextlib
 import importlib
+import random
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+import torch
 import torch.nn as nn
 from torch import Tensor
 
@@ -45,8 +49,10 @@ def load_entrypoint(entrypoint: str, *, where: str = "model.entrypoint") -> Call
 def build(spec: OwnModel, *, seq_len: int, seed: int | None = None) -> tuple[nn.Module, dict[str, Any], Recipe]:
     """Call the user's function: its module, on meta; its table; and the weights that it would have, of this seed (None:
     they are not needed). Raises OwnModelError."""
-    function, recipe = load_entrypoint(spec.entrypoint), Recipe(seed=seed)
-    with recipe:
+    with _seeded(seed or 0):  # a module may draw as it is imported
+        function = load_entrypoint(spec.entrypoint)
+    recipe = Recipe(seed=seed)
+    with _seeded(seed or 0), recipe:
         try:
             made = function(vocab_size=spec.vocab_size, seq_len=seq_len, **spec.arguments)
         except (Exception, SystemExit) as error:
@@ -61,6 +67,22 @@ def build(spec: OwnModel, *, seq_len: int, seed: int | None = None) -> tuple[nn.
     return *made, recipe
 
 
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Every rank calls the user's code, so all must draw the same: from numpy, from `random`, and from torch for tensors
+    that are given as numbers."""
+    before = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=()):
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
+
+
 def told(error: BaseException) -> str:
     """Type, message, and the last line of the user's code that was running; as one line."""
     frame = (traceback.extract_tb(error.__traceback__) or [None])[-1]
@@ -71,14 +93,28 @@ def told(error: BaseException) -> str:
 def _refuse(model: nn.Module) -> None:
     """What cannot be taken to other devices and layouts."""
     problems = []
+    held: dict[tuple[int, int], tuple[str, nn.Parameter]] = {}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, Tensor):
                 problems.append(f"{path or type(model).__name__}.{name} is a tensor but neither parameter nor buffer; "
                                 "use register_buffer")
         for name, parameter in module.named_parameters(recurse=False):
+            if nn.parameter.is_lazy(parameter):
+                problems.append(f"{path}.{name} has no shape yet; use a module that is not lazy")
+                continue
             if not parameter.requires_grad or not parameter.is_floating_point():
                 problems.append(f"{path}.{name} is not trained (requires_grad is false); make it a buffer")
+            if parameter.ndim == 0:
+                problems.append(f"{path}.{name} is a scalar, which cannot be cut over ranks; give it one dimension, as "
+                                "nn.Parameter(torch.ones(1)) has")
+            elif parameter.numel() == 0:
+                problems.append(f"{path}.{name} has no elements, {list(parameter.shape)}; leave it out")
+            place = parameter.untyped_storage()._cdata, parameter.storage_offset()
+            first, other = held.setdefault(place, (f"{path}.{name}", parameter))
+            if other is not parameter:
+                problems.append(f"{path}.{name} and {first} are two parameters of one memory, which each rank would "
+                                "train apart; make them one (`a.weight = b.weight`), or .clone()")
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 and type(module) is not nn.Dropout:
             problems.append(f"{path} is a {type(module).__name__}, whose numbers would depend on the layout; use "
                             "nn.Dropout, or set p=0")

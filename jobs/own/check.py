@@ -90,7 +90,8 @@ def _block_problem(path: str, whole: Known, split: list[Known], placements: dict
     found = torch.cat(outs, dim=1) if meeting.shares_tokens else outs[0]
     if found.shape != wanted.shape:
         return f"gives {list(found.shape)} and not {list(wanted.shape)}"
-    error = ((found - wanted).abs().max() / (wanted - x).abs().max()).item()
+    change = wanted - x if wanted.shape == x.shape else wanted
+    error = ((found - wanted).abs().max() / change.abs().max()).item()
     if not error > TOLERANCE:  # nor where random weights give no number
         return None
     return (f"computes something else than whole: it differs by {error:.1%}; rows of a fused weight must lie head by "

@@ -41,6 +41,10 @@ ELEMENT_BYTES = 4  # models are built in float32
 def measure(spec: OwnModel, *, seq_len: int, degrees: tuple[int, ...]) -> OwnProfile:
     """Raises OwnModelError."""
     known = read(spec, seq_len=seq_len)
+    if known.recipe.digest() != read(spec, seq_len=seq_len).recipe.digest():
+        raise OwnModelError(f"model.entrypoint: {spec.entrypoint!r} makes other weights each time that it is called, so "
+                            "ranks would differ; numpy and random are seeded, seed what else it draws from "
+                            "(np.random.default_rng)")
     no_sequence = sequence_parallel_problem(known.model, known.table)
     no_tp = {tp: problem for tp in degrees if (problem := tp_problem(known.model, known.table, tp=tp)) is not None}
     measured = [_measure(spec, seq_len=seq_len, tp=1, sequence_parallel=False)]

@@ -101,7 +101,9 @@ class ParallelModel:
         if self.buckets is not None:
             found = self.buckets.finish()
             return {name: found[weight] for name, weight in self._weights.items()}
-        found = {name: local_of(weight.grad) for name, weight in self._weights.items()}
+        # no gradient: no token of this step has used it; whole weights' buckets say zero, too
+        found = {name: torch.zeros_like(local_of(weight)) if weight.grad is None else local_of(weight.grad)
+                 for name, weight in self._weights.items()}
         for weight in self._weights.values():
             weight.grad = None
         return found

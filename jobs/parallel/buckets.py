@@ -89,7 +89,7 @@ class _Bucket:
     def gather(self) -> None:
         """Start to gather what the masters have become."""
         whole = self.masters[0].whole
-        mine = torch.empty(self.numel, dtype=whole.dtype, device=whole.device)
+        mine = whole.new_empty(self.numel)  # without data where the weights have none
         torch._foreach_copy_([part[:m.local.numel()] for m, part in zip(self.masters, mine.split(self._sizes))],
                              [m.local.reshape(-1) for m in self.masters])
         self.gathered = mine.new_empty(self.shards.size(), self.numel)

@@ -18,8 +18,8 @@ def allocated(tensor: Tensor, *, device: torch.device, param_dtype: torch.dtype)
     """Memory on the device for a parameter (in param_dtype) or a buffer on meta."""
     dtype = param_dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
     if not isinstance(tensor, DTensor):
-        return torch.empty_like(tensor, device=device, dtype=dtype)
-    local = torch.empty_like(tensor.to_local(), device=device, dtype=dtype)
+        return torch.empty_like(tensor, device=device, dtype=dtype, memory_format=torch.contiguous_format)
+    local = torch.empty_like(tensor.to_local(), device=device, dtype=dtype, memory_format=torch.contiguous_format)
     return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape,
                               stride=tensor.stride())
 

@@ -1,7 +1,8 @@
 """What the optimizer updates of a weight that every rank holds whole, and where it lies in a message.
 
 Built by jobs.parallel.buckets, one per weight: float32 and this rank's rows of it under ZeRO-1; the weight itself where
-that is float32 and nothing is spread over ranks. A buffer of a bucket is [shards, numel]: each weight has the same
+that is float32 and nothing is spread over ranks. Rows are those of dimension 0; of experts that are fewer than the
+ranks, or do not divide, each expert's own. A buffer of a bucket is [shards, numel]: each weight has the same
 columns in the row of every shard, so that one collective moves all of them. This knows no collective.
 """
 import torch
@@ -21,19 +22,22 @@ class Master:
         num_shards = shards.size()
         self.weight = weight
         self.whole = local_of(weight).detach()  # of this tp rank
-        rows = self.whole.shape[0]
+        shape = self.whole.shape
+        self._dim = 1 if len(shape) > 2 and shape[0] % num_shards and shape[1] % num_shards == 0 else 0
+        rows = shape[self._dim]
         self.padded_rows = -(-rows // num_shards)
         first = min(shards.get_local_rank() * self.padded_rows, rows)
-        mine = self.whole.narrow(0, first, min(self.padded_rows, rows - first))
-        self.shares_storage = mine.dtype == torch.float32
-        self.local = mine if self.shares_storage else torch.empty_like(mine, dtype=torch.float32)
-        self.numel = self.padded_rows * self.whole[0].numel()  # of one shard in a bucket, padding included
+        mine = self.whole.narrow(self._dim, first, min(self.padded_rows, rows - first))
+        self.shares_storage = mine.dtype == torch.float32 and mine.is_contiguous()
+        self.local = mine if self.shares_storage else torch.empty_like(mine, dtype=torch.float32,
+                                                                       memory_format=torch.contiguous_format)
+        self.numel = self.padded_rows * (self.whole.numel() // rows)  # of one shard in a bucket, padding included
         self._num_shards = num_shards
         self.is_even = rows == num_shards * self.padded_rows
         self.pieces = self.cut(self.whole)
         self.into: list[Tensor] = []  # of this step's message, as places() gives them
         self.is_new = True  # they hold nothing yet
-        self._mesh, self._placements = _placed(weight, shards=shards, replicas=replicas)
+        self._mesh, self._placements = _placed(weight, shards=shards, replicas=replicas, dim=self._dim)
         if self.shares_storage and num_shards == replicas.size() == 1:
             self.parameter = weight
         else:
@@ -41,14 +45,16 @@ class Master:
 
     def cut(self, whole: Tensor) -> list[Tensor]:
         """Views that cover `whole`, of the weight's shape: row r is with shard r // padded_rows. Where all shards have
-        as many rows it is one, [shards, numel]; else one flat view per shard that has any."""
+        as many rows it is one, [shards, …]; else one flat view per shard that has any."""
         if self.is_even:
-            return [whole.reshape(self._num_shards, -1)]
+            return [whole.unflatten(self._dim, (self._num_shards, self.padded_rows)).movedim(self._dim, 0)]
         return [rows.reshape(-1) for rows in whole.split(self.padded_rows)]
 
     def places(self, part: Tensor) -> list[Tensor]:
         """Where in `part`, this weight's columns of a buffer [shards, numel], the pieces of cut() lie."""
-        return [part] if self.is_even else [row[:piece.numel()] for row, piece in zip(part, self.pieces)]
+        if self.is_even:
+            return [part.unflatten(1, self.local.shape)]
+        return [row[:piece.numel()] for row, piece in zip(part, self.pieces)]
 
     def _wrap(self, local: Tensor) -> Tensor:
         """`local` as a tensor of the weight's global shape; itself where nothing is spread over ranks."""
@@ -58,7 +64,7 @@ class Master:
                                   stride=self.weight.stride())
 
 
-def _placed(weight: Tensor, *, shards: DeviceMesh, replicas: DeviceMesh) -> tuple[DeviceMesh | None, list]:
+def _placed(weight: Tensor, *, shards: DeviceMesh, replicas: DeviceMesh, dim: int) -> tuple[DeviceMesh | None, list]:
     """Mesh and placements of a master: replicas × row shards × what tensor or expert parallelism has done to the
     weight."""
     meshes, placements = [], []
@@ -67,9 +73,9 @@ def _placed(weight: Tensor, *, shards: DeviceMesh, replicas: DeviceMesh) -> tupl
         placements.append(Replicate())
     if shards.size() > 1:
         # rows that tp has already split are split once more inside each tp shard
-        split = weight.device_mesh.size() if isinstance(weight, DTensor) and weight.placements[0].is_shard(0) else 1
+        split = weight.device_mesh.size() if isinstance(weight, DTensor) and weight.placements[0].is_shard(dim) else 1
         meshes.append(shards)
-        placements.append(_StridedShard(0, split_factor=split) if split > 1 else Shard(0))
+        placements.append(_StridedShard(dim, split_factor=split) if split > 1 else Shard(dim))
     if isinstance(weight, DTensor):
         meshes.append(weight.device_mesh)
         placements += weight.placements

@@ -32,6 +32,7 @@ class BlockShape:
     element_bytes: int = 2
     input_bytes: int | None = None  # of an element that a linear map keeps as its input: 1 under fp8; None: as others
     norms: int = 2
+    wide_norms: bool = False  # with an offset they are computed on a float32 copy of their input, which is kept
     qk_norm: bool = False  # queries and keys are kept before their norms, too
     selective: Selective = "activations"  # see software.py
     selective_share: float = 1.0
@@ -59,6 +60,7 @@ def block_shape(model: ModelSpec, *, microbatch_size: int, seq_len: int, element
                       fused_norms=device == "cuda", fused_gate=software.fused_kernels, element_bytes=element_bytes,
                       input_bytes=1 if software.matmul_dtype in ("float8", "float4") else None,
                       norms=4 if model.post_norms else 2, qk_norm=model.qk_norm and model.mla is None,
+                      wide_norms=model.norm_offset,
                       selective=software.selective, selective_share=software.selective_share,
                       latent=latent, value_dim=value, routed=routed)
 
@@ -96,7 +98,8 @@ def block_activation_bytes(shape: BlockShape, *, tp: int, sequence_parallel: boo
         matrices = 2 if shape.gated_ffn else 1
         outputs = (heads + matrices * shape.ffn_dim) / tp + shape.latent + shape.routed * shape.dim / on_sequence
         return tokens * (block_input + element * shape.selective_share * (2 * shape.dim + outputs))
-    norms = shape.norms * (element if shape.fused_norms else 8) * shape.dim / on_sequence
+    of_norm = 8 if not shape.fused_norms else 4 if shape.wide_norms else element
+    norms = shape.norms * of_norm * shape.dim / on_sequence
     if shape.qk_norm:
         heads += (shape.num_heads + shape.num_kv_heads) * shape.head_dim
     kept = element if shape.input_bytes is None else shape.input_bytes

@@ -69,6 +69,12 @@ SLOW = {
     "gradients reduced with every microbatch": (dict(dp_shard=2, ep=2, reduce_every_microbatch=True), MIXTURE),
     "three experts on four ranks": (dict(dp_shard=4, microbatch_size=1), dataclasses.replace(
         MIXTURE, moe=dataclasses.replace(MIXTURE.moe, num_experts=3))),
+    "ZeRO-1, rows of experts sharded: two experts each on four ranks": (
+        dict(dp_shard=4, tp=2, ep=2, microbatch_size=1, zero_stage=1), MIXTURE),
+    "ZeRO-1, one expert each on two ranks": (dict(dp_shard=8, ep=4, microbatch_size=1, zero_stage=1), MIXTURE),
+    "ZeRO-1, rows of three experts on four ranks": (dict(dp_shard=4, microbatch_size=1, zero_stage=1),
+                                                    dataclasses.replace(MIXTURE, moe=dataclasses.replace(
+                                                        MIXTURE.moe, num_experts=3))),
     "rows of experts sharded: two experts each on four ranks": (dict(dp_shard=4, tp=2, ep=2, microbatch_size=1),
                                                                 MIXTURE),
 }

@@ -28,6 +28,7 @@ MIXER = OwnModel(name="mixer", entrypoint="configs.examples.mixer:build", vocab_
                  arguments={"dim": 32, "depth": 4, "head_dim": 8})
 
 TIED = OwnModel(name="tied", entrypoint="tests.helpers.own_models:tied", vocab_size=256)
+BARE = OwnModel(name="bare", entrypoint="tests.helpers.own_models:bare", vocab_size=256)
 WHOLE = {"sequence_parallel": False}  # its learned positions need all tokens
 
 # what is special about the case → (layout, changes of the training)
@@ -68,6 +69,12 @@ TIED_FAST = {
     "pp2: the matrix on two stages": (dict(pp=2), {}),
     "pp2: in a V, both ends on one rank": (dict(pp=2, schedule="zbv", virtual_stages=2, zero_stage=1), {}),
     "recompute full: the same numbers again": (dict(recompute="full"), {}),
+}
+BARE_FAST = {
+    "dp_replicate2": (dict(dp_replicate=2), {}),
+    "dp_shard2: zero_stage 1": (dict(dp_shard=2, zero_stage=1), {}),
+    "dp_shard2": (dict(dp_shard=2), {}),
+    "pp2: in a V": (dict(pp=2, schedule="zbv", virtual_stages=2, zero_stage=1), {}),
 }
 TIED_SLOW = {
     "tp2 × pp2 × dp_shard2, recompute selective": (dict(tp=2, pp=2, dp_shard=2, recompute="selective", **WHOLE), {}),
@@ -112,6 +119,11 @@ def test_an_own_model_matches_its_single_rank_elsewhere(case) -> None:
 @pytest.mark.parametrize("case", TIED_FAST.values(), ids=TIED_FAST)
 def test_a_tied_matrix_and_dropout_match_the_single_rank(case) -> None:
     check(case, TIED)
+
+
+@pytest.mark.parametrize("case", BARE_FAST.values(), ids=BARE_FAST)
+def test_weights_transposed_unused_or_made_by_numpy_match_the_single_rank(case) -> None:
+    check(case, BARE)
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """Small own models, each with one thing that a user may get wrong or that orc must find out; see test_own_model.py."""
 import hashlib
+import random
+import time
 from typing import Any
 
 import numpy as np
@@ -144,6 +146,48 @@ def fused(*, vocab_size: int, seq_len: int, by_head: bool, shifts: bool = False)
         f"blocks.*.{path}": style for path, style in inside.items()}}
 
 
+class Bare(nn.Module):
+    """A block whose weights are made as no nn.Linear makes them: transposed, drawn by numpy and by `random`, put in
+    place of others, made of others' values, left as they were; and one that its forward does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out, self.unused = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.fc.weight = nn.Parameter((0.3 * torch.randn(DIM, DIM)).t())
+        self.out.weight.data = torch.from_numpy(np.random.randn(DIM, DIM).astype(np.float32))
+        nn.init.constant_(self.out.bias, random.random())
+        self.turned = nn.Linear(DIM, DIM)
+        self.turned.weight.data = torch.from_numpy(np.linalg.qr(self.turned.weight.detach().numpy())[0])
+        self.unset = nn.Parameter(torch.empty(DIM))
+        self.gain = nn.Parameter(torch.tensor([1.0]).uniform_())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gain * self.out(torch.tanh(self.turned(self.fc(x)) + self.unset))
+
+
+def bare(*, vocab_size: int, seq_len: int) -> tuple[nn.Module, dict]:
+    model = Small(vocab_size)
+    model.blocks = nn.ModuleList(Bare() for _ in range(4))
+    return model, {"blocks": "blocks.*"}
+
+
+class Widening(nn.Module):
+    def __init__(self, dim: int, wider: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, 12), nn.Linear(12, wider)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+def widening(*, vocab_size: int, seq_len: int) -> tuple[nn.Module, dict]:
+    """Blocks of several widths."""
+    model = Small(vocab_size)
+    model.blocks = nn.ModuleList([Widening(DIM, DIM), Widening(DIM, 2 * DIM)])
+    model.head = nn.Linear(2 * DIM, vocab_size)
+    return model, PLAN | {"styles": {path: style for path, style in PLAN["styles"].items() if "norm" not in path}}
+
+
 def raising(*, vocab_size: int, seq_len: int) -> tuple[nn.Module, dict]:
     return {}["dim"]
 
@@ -173,6 +217,20 @@ def altered(*, vocab_size: int, seq_len: int, what: str) -> tuple[nn.Module, dic
         model.head.weight.requires_grad_(False)
     elif what == "tensor":
         model.table = torch.zeros(3)
+    elif what == "scalar":
+        model.head.gain = nn.Parameter(torch.tensor(1.0))
+    elif what == "empty":
+        model.head.extra = nn.Parameter(torch.ones(0, 3))
+    elif what == "one memory":
+        model.head.weight.data = model.embedding.weight.data
+    elif what == "lazy":
+        model.head = nn.LazyLinear(vocab_size)
+    elif what == "its own generator":
+        model.head.bias.data.copy_(torch.from_numpy(np.random.default_rng().standard_normal(vocab_size)))
+    elif what == "the clock":
+        model.head.bias.data.fill_(time.perf_counter())
+    elif what == "a copy written to":
+        model.head.weight.detach().numpy()[0] = 1.0
     return model, PLAN
 
 
@@ -263,6 +321,14 @@ class Initial(nn.Module):
         self.read = nn.Parameter(torch.from_numpy(np.arange(4, dtype=np.float32)))
         self.mixed = nn.Parameter(torch.randn(3) * torch.tensor([1.0, 10.0, 100.0]))
         self.grown = nn.Parameter(torch.cat([torch.zeros(2, 3), torch.ones(1, 3)]).t().contiguous())
+        self.transposed = nn.Parameter(torch.randn(2, 3).t())
+        self.row.weight.data = torch.from_numpy(np.ones((3, 5), dtype=np.float32))
+        self.given.data = torch.randn(4)
+        numbers = torch.arange(6.0)
+        self.chosen = nn.Parameter(numbers[numbers > 2])  # a shape that depends on values
+        self.listed = nn.Parameter(torch.tensor(torch.linspace(0, 1, 3).tolist() + list(numbers.numpy())))
+        with torch.no_grad():
+            self.listed[:2] += torch.randn(2)  # drawn numbers meet given ones
         self.register_buffer("scale", torch.tensor([0.5, 0.25]), persistent=False)
         self.register_buffer("positions", torch.arange(7).float() / 7)
 

@@ -1,16 +1,19 @@
 """Own models: what is wrong with their code or plan table is said with value, origin and remedy; what is measured of
 them is what they do."""
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from jobs.own.build import OwnModelError, build, load_entrypoint
 from jobs.own.chain import read
 from jobs.own.measure import measure
+from jobs.parallel.fill import allocated
 from jobs.spec.load import SpecError
 from jobs.spec.own_model import OwnModel
 from orchestrator.config import to_yaml
@@ -52,6 +55,15 @@ REFUSED = {
     "batch norm": ("altered", {"what": "batch norm"}, ["blocks.0.bn is a batch norm"]),
     "a frozen weight": ("altered", {"what": "frozen"}, ["head.weight is not trained", "make it a buffer"]),
     "a plain tensor": ("altered", {"what": "tensor"}, ["Small.table is a tensor", "register_buffer"]),
+    "a scalar": ("altered", {"what": "scalar"}, ["head.gain is a scalar", "nn.Parameter(torch.ones(1))"]),
+    "no elements": ("altered", {"what": "empty"}, ["head.extra has no elements, [0, 3]; leave it out"]),
+    "two parameters of one memory": ("altered", {"what": "one memory"},
+                                     ["head.weight and embedding.weight are two parameters of one memory", "make them"]),
+    "a generator that nobody seeds": ("altered", {"what": "its own generator"},
+                                      ["makes other weights each time", "np.random.default_rng"]),
+    "numbers of the clock": ("altered", {"what": "the clock"}, ["makes other weights each time"]),
+    "a lazy module": ("altered", {"what": "lazy"}, ["head.weight has no shape yet"]),
+    "a copy that is written to": ("altered", {"what": "a copy written to"}, ["read-only", "own_models.py", "in altered"]),
     "an unknown key": ("plain", {"block": "x"}, ["unknown key 'block'", "blocks and styles"]),
     "blocks of nothing": ("plain", {"blocks": "layers.*"}, ["'layers.*' (blocks) matches no module", "blocks.0"]),
     "blocks in blocks": ("plain", {"blocks": ["blocks.*", "blocks.*.norm"]},
@@ -113,10 +125,25 @@ def test_weights_made_one_by_one_are_those_that_the_code_makes_of_the_same_draws
         wanted = own_models.Initial()
     model, _, recipe = build(own("initial"), seq_len=SEQ, seed=5)
     named = dict([*wanted.named_parameters(), *wanted.named_buffers()])
-    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())) and len(named) == 14
+    assert all(tensor.is_meta and tensor.is_contiguous() for tensor in (*model.parameters(), *model.buffers())) and len(named) == 17
     for name in reversed(named):  # in whatever order they are asked for
         assert torch.equal(recipe.value(name), named[name]), name
     assert not torch.equal(build(own("initial"), seq_len=SEQ, seed=6)[2].value("mixed"), named["mixed"])
+
+
+def test_a_constructor_that_gives_the_same_each_time_is_measured() -> None:
+    assert in_child(measure, own("bare"), seq_len=SEQ, degrees=(1, 2)).no_pp is None
+
+
+def test_numpy_and_random_are_seeded_for_the_users_code_and_put_back() -> None:
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    first, again, other = (build(own("bare"), seq_len=SEQ, seed=seed)[2] for seed in (5, 5, 6))
+    for name in ("blocks.0.out.weight", "blocks.3.out.bias", "blocks.0.gain"):
+        assert torch.equal(first.value(name), again.value(name)), name
+        assert not torch.equal(first.value(name), other.value(name)), name
+    assert torch.equal(first.value("blocks.0.unset"), torch.zeros(8))  # not what lay in memory
+    assert before[:2] == (random.getstate(), np.random.get_state()[1].tolist())
+    assert torch.equal(before[2], torch.get_rng_state())
 
 
 def test_a_parameter_of_two_modules_is_cut_in_one_way_or_not_at_all() -> None:
@@ -133,6 +160,17 @@ def test_rows_of_a_fused_weight_in_another_order_are_refused() -> None:
     assert in_child(measure, own("fused", by_head=False), seq_len=SEQ, degrees=(1,)).num_blocks == 2
     right = in_child(measure, own("fused", by_head=True), seq_len=SEQ, degrees=(1, 2))
     assert right.no_sequence_parallel is None and not right.no_tp
+
+
+def test_blocks_of_several_widths_are_checked_and_can_be_split() -> None:
+    found = in_child(measure, own("widening"), seq_len=SEQ, degrees=(1, 2))
+    assert not found.no_tp and "different shapes" in found.no_pp
+
+
+def test_memory_is_taken_in_the_usual_order() -> None:
+    transposed = torch.empty(2, 3, device="meta").t()
+    taken = allocated(transposed, device=torch.device("cpu"), param_dtype=torch.float32)
+    assert taken.is_contiguous() and taken.shape == (3, 2)
 
 
 def test_tokens_mixed_between_splits_rule_out_sequence_parallelism() -> None:
