@@ -1,8 +1,9 @@
 """The sources of a config as layers of flat values: run file, included files, command line.
 
 Called by orchestrator.load. Every value keeps the place it was written at, so that a refusal can name it.
-Knows the names of the included sections and nothing else of a config's meaning.
+Knows the names of the included sections and which fields are text, and nothing else of a config's meaning.
 """
+import dataclasses
 import json
 import os
 import re
@@ -16,11 +17,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from jobs.spec.load import Problem, suggest
+from orchestrator.config import RunConfig
 
 INCLUDED = {"model": "models", "cluster": "clusters", "policy": "policies"}  # section → folder of configs/
 _KEY = re.compile(r"\w[\w-]*(\.\w[\w-]*)*")
 # On a command line no alias has an anchor, nothing is a tag or a comment, and a mapping has braces.
-_TEXT = re.compile(r"[*&!#]|[^{\[\"'].*:(\s|$)")
+_TEXT = re.compile(r"[*&!#]|[^{\[\"'].*(:(\s|$)|\s#)")
+_NOTHING = ("null", "~", "")
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 
@@ -104,12 +107,22 @@ def parse_overrides(overrides: list[str] | tuple[str, ...], problems: list[Probl
             problems.append(Problem(where="command line", value=item, message="is not key=value, e.g. parallel.tp=2"))
             continue
         try:
-            typed = f"{key}={json.dumps(value)}" if _TEXT.match(value) else item
+            is_text = _TEXT.match(value) or (value not in _NOTHING and value[0] not in "\"'{[" and _takes_text(key))
+            typed = f"{key}={json.dumps(value)}" if is_text else item
             leaves |= _flatten(typing.cast(dict, OmegaConf.to_container(OmegaConf.from_dotlist([typed]))), "")
         except (ValueError, AttributeError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
             problems.append(Problem(where=key, value=item, message=f"cannot be parsed: {first_line(error)}",
                                     origin="command line"))
     return Layer(leaves, dict.fromkeys(leaves, "command line"))
+
+
+def _takes_text(key: str) -> bool:
+    """Whether the field is a string: then `1e3` and `yes` are names, and no number and no truth."""
+    kinds: tuple[Any, ...] = (RunConfig,)
+    for name in key.split("."):
+        hints = [typing.get_type_hints(kind).get(name) for kind in kinds if dataclasses.is_dataclass(kind)]
+        kinds = tuple(member for hint in hints if hint is not None for member in typing.get_args(hint) or (hint,))
+    return str in kinds and set(kinds) <= {str, type(None)}
 
 
 def choose_includes(base: Layer, command_line: Layer, problems: list[Problem]) -> dict[str, tuple[str, str]]:

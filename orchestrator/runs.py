@@ -21,6 +21,7 @@ from jobs.spec.lines import UNPROVEN_LIMIT
 from jobs.spec.load import Problem, SpecError, suggest
 from jobs.spec.rundir import RunDir
 from jobs.spec.wire import decode, encode
+from orchestrator.layers import first_line
 from orchestrator.monitoring.history import read_history, read_submissions
 from orchestrator.monitoring.progress import Progress
 from orchestrator.monitoring.summary import RunSummary, summarize
@@ -74,6 +75,8 @@ class Run:
 
     def log(self, *, attempt: int | None, rank: int | None, node: str | None) -> Path:
         """Path of one log. Raises SpecError with those that exist."""
+        if node is not None and rank is not None:
+            raise SpecError([Problem(where="--node", value=node, message=f"and --rank {rank} are two logs; give one")])
         if node is not None:
             path = self.run_dir.agent_log(node)
         elif rank is not None:
@@ -83,8 +86,8 @@ class Run:
             path = self.run_dir.supervisor_log
         if not path.exists():
             there = sorted(p.name for p in path.parent.glob("*")) if path.parent.is_dir() else []
-            raise SpecError([Problem(where="log", value=str(path),
-                                     message=f"does not exist; {suggest(path.name, there)}")])
+            remedy = suggest(path.name, there) if there else f"nothing is in {path.parent}"
+            raise SpecError([Problem(where="log", value=str(path), message=f"does not exist; {remedy}")])
         return path
 
 
@@ -108,7 +111,7 @@ def _stored(run_dir: RunDir) -> dict:
         data = yaml.safe_load(run_dir.config.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise SpecError([Problem(where="config", value=str(run_dir.config),
-                                 message=f"cannot be read: {error}")]) from error
+                                 message=f"cannot be read: {first_line(error)}")]) from error
     return data if isinstance(data, dict) else {}
 
 

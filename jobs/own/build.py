@@ -69,8 +69,8 @@ def build(spec: OwnModel, *, seq_len: int, seed: int | None = None) -> tuple[nn.
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Every rank calls the user's code, so all must draw the same: from numpy, from `random`, and from torch for tensors
-    that are given as numbers."""
+    """Every rank calls the user's code, so all must draw the same: from numpy, from `random`, and from torch for
+    tensors that are given as numbers."""
     before = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=()):
         random.seed(seed)

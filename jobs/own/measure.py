@@ -42,8 +42,8 @@ def measure(spec: OwnModel, *, seq_len: int, degrees: tuple[int, ...]) -> OwnPro
     """Raises OwnModelError."""
     known = read(spec, seq_len=seq_len)
     if known.recipe.digest() != read(spec, seq_len=seq_len).recipe.digest():
-        raise OwnModelError(f"model.entrypoint: {spec.entrypoint!r} makes other weights each time that it is called, so "
-                            "ranks would differ; numpy and random are seeded, seed what else it draws from "
+        raise OwnModelError(f"model.entrypoint: {spec.entrypoint!r} makes other weights each time that it is called, "
+                            "so ranks would differ; numpy and random are seeded, seed what else it draws from "
                             "(np.random.default_rng)")
     no_sequence = sequence_parallel_problem(known.model, known.table)
     no_tp = {tp: problem for tp in degrees if (problem := tp_problem(known.model, known.table, tp=tp)) is not None}

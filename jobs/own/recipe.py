@@ -77,8 +77,7 @@ class _Hidden(TorchFunctionMode):
 class Recipe(TorchDispatchMode):
     """Entered around the user's code: what it makes is on meta, and how it was made is noted. Tensors that are given as
     numbers (torch.tensor, numpy, files) are real, and stay so until they meet one that is not; what is asked of values
-    is made at once. `seed`: None where first values will not be asked for; then torch.nn.init may skip much of its work.
-    """
+    is made at once. `seed`: None where first values will not be asked for; then torch.nn.init may skip much work."""
 
     def __init__(self, *, seed: int | None) -> None:
         super().__init__()

@@ -106,7 +106,7 @@ def logs(name: RunName, root: Root = Path("runs"),
          attempt: Annotated[int | None, typer.Option(help="default: the newest")] = None,
          rank: Annotated[int | None, typer.Option(help="a rank's output; default: the supervisor's")] = None,
          node: Annotated[str | None, typer.Option(help="a node's agent")] = None,
-         lines: Annotated[int, typer.Option("--lines", "-n", help="how many")] = 40) -> None:
+         lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="how many")] = 40) -> None:
     """The last lines of a rank's, an agent's or the supervisor's log."""
     path = find_run(name, root).log(attempt=attempt, rank=rank, node=node)
     say(str(path))

@@ -59,7 +59,8 @@ def _headline(plan: Plan) -> Text:
     job = plan.job
     params = f"{job.num_params / 1e9:.2f} B" if job.num_params >= 1e9 else f"{job.num_params / 1e6:.2f} M"
     text = Text.assemble((job.model, "bold"), f"  {params} parameters  on  ", (job.cluster, "bold"),
-                         f"  {job.num_nodes} nodes × {job.gpus_per_node} {job.gpu}\n",
+                         f"  {job.num_nodes} node{'s' if job.num_nodes > 1 else ''} × {job.gpus_per_node} "
+                         f"{job.gpu}\n",
                          (f"sequences of {job.seq_len} tokens, {job.global_batch_size} per step, {job.param_dtype}; "
                           f"{plan.candidates:,} legal layouts searched in {seconds(plan.search_s)}, {plan.priced:,} "
                           "priced", "dim"))

@@ -28,7 +28,7 @@ def details(layout: Layout) -> str:
         stages = f" × {layout.virtual_stages} per rank" if layout.virtual_stages > 1 else ""
         words.append(f"{layout.schedule}{stages}, {split} per stage")
     else:
-        words.append(f"no pipeline, {layers[0]} layers per stage")
+        words.append(f"no pipeline, {layers[0]} layer{'s' if layers[0] > 1 else ''} per stage")
     if dims.fsdp > 1:
         words.append(f"ZeRO-{layout.zero_stage}" + (f" of {layout.layers_per_unit} layers" if layout.layers_per_unit > 1
                                                     else ""))

@@ -115,6 +115,9 @@ def test_logs_are_found_by_rank_node_and_by_default(tmp_path: Path) -> None:
     assert "hello from 1" in orc("logs", run_dir, "--rank", "1", check=True).stdout
     assert "shutdown" in orc("logs", run_dir, "--node", "node-0", check=True).stdout
     assert "AgentJoined" in orc("logs", run_dir, check=True).stdout
+    both = orc("logs", run_dir, "--rank", "1", "--node", "node-0")
+    assert both.returncode == 2 and "are two logs; give one" in both.stderr
+    assert orc("logs", run_dir, "-n", "0").returncode == 2
     missing = orc("logs", run_dir, "--rank", "7")
     assert missing.returncode == 2 and "rank-00007.log" in missing.stderr
 

@@ -160,3 +160,15 @@ def test_a_stored_config_is_read_without_looking_anything_up(run_file: Path, tmp
 def test_a_command_needs_no_model(run_file: Path) -> None:
     run_file.write_text("run: mine\ncluster: desk\ncommand: [python, train.py]\n")
     assert load(run_file).command == ["python", "train.py"]
+
+
+@pytest.mark.parametrize("value", ["yes", "0777", "1e3", "12e4567", "1_0", "null-and-void"])
+def test_what_is_written_for_a_name_is_the_name(run_file: Path, value: str) -> None:
+    assert load(run_file, [f"run={value}"]).run == value
+
+
+def test_a_folder_may_have_a_hash_behind_a_space(run_file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "data #old"
+    folder.mkdir()
+    (folder / "a.txt").write_text("text " * 2000)
+    assert load(run_file, [f"data.path={folder}"]).data.path == str(folder)
