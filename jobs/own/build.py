@@ -6,6 +6,7 @@ raised on as the cause: its traceback belongs in the log.
 """
 import contextlib
 import importlib
+import os
 import random
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,6 +19,9 @@ from torch import Tensor
 
 from jobs.own.recipe import Recipe
 from jobs.spec.own_model import OwnModel
+
+
+_NOT_THEIRS = (f"{os.sep}torch{os.sep}", f"{os.sep}jobs{os.sep}own{os.sep}")  # in the path of a frame
 
 
 class OwnModelError(ValueError):
@@ -85,7 +89,9 @@ def _seeded(seed: int) -> Iterator[None]:
 
 def told(error: BaseException) -> str:
     """Type, message, and the last line of the user's code that was running; as one line."""
-    frame = (traceback.extract_tb(error.__traceback__) or [None])[-1]
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [one for one in frames if not any(part in one.filename for part in _NOT_THEIRS)]
+    frame = (theirs or frames or [None])[-1]
     at = f" ({frame.filename}:{frame.lineno} in {frame.name})" if frame is not None else ""
     return f"{type(error).__name__}: {' '.join(str(error).splitlines())}{at}"
 

@@ -72,15 +72,19 @@ def trace(model: nn.Module, table: Table, *, seq_len: int, vocab_size: int) -> C
     calls: list[_Call] = []
     handles = _listen(model, table, calls)
     tokens = torch.zeros(1, seq_len, dtype=torch.int64, device="meta")
+    kept = _versions(model)
     try:
         with torch.no_grad(), FlopCounterMode(display=False) as counter, _Drawn() as drawn, \
                 torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             logits = model(tokens)
+        written = _written_again(model, tokens, kept, handles)
     except Exception as error:
         raise OwnModelError(f"model.entrypoint: forward of token ids [1, {seq_len}] raised {told(error)}") from error
     finally:
-        for handle in handles:
-            handle.remove()
+        _unplug(handles)
+    if written:
+        raise OwnModelError(f"model.entrypoint: the forward writes to buffer {', '.join(written[:4])}; running values "
+                            "would depend on the layout and are in no checkpoint; leave them out")
     if drawn.found:
         raise OwnModelError(f"model.entrypoint: the forward draws random numbers, {drawn.found}; they would depend on "
                             "the layout; use nn.Dropout modules (what attention weighs cannot be dropped)")
@@ -97,6 +101,26 @@ def trace(model: nn.Module, table: Table, *, seq_len: int, vocab_size: int) -> C
     return Chain(before=() if broken else tuple(paths[:paths.index(first)]), broken=broken,
                  behind=() if broken else tuple(paths[paths.index(last) + 1:]), hidden=min(behind, default=()),
                  forward_flops=float(counter.get_total_flops()))
+
+
+def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Of every buffer what changes when it is written to, or replaced."""
+    return {name: (id(buffer), buffer._version) for name, buffer in model.named_buffers()}
+
+
+def _written_again(model: nn.Module, tokens: Tensor, kept: dict, handles: list) -> list[str]:
+    """Buffers that every forward writes. One that the first alone writes is a cache, the same on every rank."""
+    _unplug(handles)
+    if (once := _versions(model)) == kept:
+        return []
+    with torch.no_grad():
+        model(tokens)
+    return [name for name, version in _versions(model).items() if version != once.get(name)]
+
+
+def _unplug(handles: list) -> None:
+    while handles:
+        handles.pop().remove()
 
 
 class _Drawn(TorchDispatchMode):

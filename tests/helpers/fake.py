@@ -10,10 +10,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from jobs.spec.load import from_dict
 from jobs.spec.model import ModelSpec
+
+torch.set_num_threads(1)  # a child forked from a process whose OpenMP threads have run would wait for them for ever
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 

@@ -103,6 +103,29 @@ def restyled(*, vocab_size: int, seq_len: int, styles: dict) -> tuple[nn.Module,
     return Small(vocab_size), PLAN | {"styles": {k: v for k, v in (PLAN["styles"] | styles).items() if v is not None}}
 
 
+class Running(Small):
+    """A mean that every forward moves on; `once`: a cache that the first forward fills."""
+
+    def __init__(self, vocab_size: int, *, once: bool) -> None:
+        super().__init__(vocab_size)
+        self.register_buffer("mean", None if once else torch.zeros(DIM))
+        self.once = once
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        if not self.once:
+            self.mean.lerp_(x.detach().mean(dim=(0, 1)), 0.1)
+        elif self.mean is None:
+            self.mean = torch.ones(DIM, device=x.device)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def running(*, vocab_size: int, seq_len: int, once: bool) -> tuple[nn.Module, dict]:
+    return Running(vocab_size, once=once), PLAN
+
+
 def kind(*, vocab_size: int, seq_len: int, name: str) -> tuple[nn.Module, dict]:
     return {"scaled": Scaled, "backwards": Backwards, "looped": Looped, "hidden": Hidden,
             "noisy": Noisy, "misplaced": Misplaced}[name](vocab_size), PLAN

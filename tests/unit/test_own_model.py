@@ -57,6 +57,7 @@ REFUSED = {
     "a plain tensor": ("altered", {"what": "tensor"}, ["Small.table is a tensor", "register_buffer"]),
     "a scalar": ("altered", {"what": "scalar"}, ["head.gain is a scalar", "nn.Parameter(torch.ones(1))"]),
     "no elements": ("altered", {"what": "empty"}, ["head.extra has no elements, [0, 3]; leave it out"]),
+    "a running mean by hand": ("running", {"once": False}, ["forward writes to buffer mean", "in no checkpoint"]),
     "two parameters of one memory": ("altered", {"what": "one memory"},
                                      ["head.weight and embedding.weight are two parameters of one memory"]),
     "a generator that nobody seeds": ("altered", {"what": "its own generator"},
@@ -95,6 +96,7 @@ CHAINS = {
     "plain": (own("plain"), None),
     "mixer": (MIXER, None),
     "something between": (own("kind", name="scaled"), "blocks.0 gets something else than embedding's output"),
+    "a cache that the first forward fills": (own("running", once=True), None),
     "another order": (own("kind", name="backwards"), "not called in the order of the model"),
     "twice": (own("kind", name="looped"), "is called more than once"),
 }
