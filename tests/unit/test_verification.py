@@ -11,10 +11,12 @@ from orchestrator.config import RunConfig
 from orchestrator.planner.communication import stage_transfers
 from orchestrator.planner.memory import stage_memory
 from orchestrator.submission.assemble import assemble_job
-from orchestrator.verification import compare, parse_ranks, rank_name, telling_ranks
+from orchestrator.verification import SMALL_PRINT_BYTES, compare, parse_ranks, rank_name, telling_ranks
 from tests.helpers.planning import SMALL, h100, layout_of, training
 
 GIB = 2**30
+# so large that a tenth of it is more than what is small print
+LARGE = dataclasses.replace(SMALL, vocab_size=64 * SMALL.vocab_size, ffn_dim=64 * SMALL.ffn_dim)
 LAYOUT = {"dims": {"dp_shard": 4, "tp": 2, "pp": 2}, "num_microbatches": 4}
 
 
@@ -25,22 +27,23 @@ def job_of(layout: Layout, model: ModelSpec = SMALL):
                                 attempt=1, resume_step=None)
 
 
-def as_planned(layout: Layout, *, rank: int = 0) -> RankReport:
+def as_planned(layout: Layout, *, rank: int = 0, model: ModelSpec = SMALL) -> RankReport:
     """A report that says exactly what the plan says."""
-    config, job = job_of(layout)
+    config, job = job_of(layout, model)
     here = layout.dims.coordinate(rank)
-    memory = stage_memory(SMALL, layout, training=job.training, stage=here["pp"], device="cuda")
+    memory = stage_memory(model, layout, training=job.training, stage=here["pp"], device="cuda")
     peak = {name: getattr(memory, f"{name}_bytes") for name in MEMORY}
     peak["activations"] += memory.logits_bytes
     sent = [one for stage in layout.stages(here["pp"]) for one in stage_transfers(
-        SMALL, layout, training=job.training, cluster=config.cluster, stage=stage)]
+        model, layout, training=job.training, cluster=config.cluster, stage=stage)]
     return RankReport(rank=rank, coordinate=here, stages=layout.stages(here["pp"]), peak_bytes=peak, shapes=(),
                       seconds=1.0, collectives=tuple(Collective(axis=one.axis, op=one.op, times=one.times,
                                                                 payload_bytes=one.payload_bytes) for one in sent))
 
 
-def problems(report: RankReport, layout: Layout, *, limit_bytes: int = 80 * GIB) -> tuple[str, ...]:
-    config, job = job_of(layout)
+def problems(report: RankReport, layout: Layout, *, model: ModelSpec = SMALL,
+             limit_bytes: int = 80 * GIB) -> tuple[str, ...]:
+    config, job = job_of(layout, model)
     return compare(report, job=job, config=config, limit_bytes=limit_bytes).problems
 
 
@@ -56,12 +59,22 @@ MEMORY_FACTORS = [(0.95, False), (1.05, False), (1.10, False), (1.12, True), (0.
 
 @pytest.mark.parametrize("factor,wrong", MEMORY_FACTORS)
 def test_memory_may_be_off_by_a_tenth(factor, wrong):
-    layout = layout_of(SMALL, **LAYOUT)
-    report = as_planned(layout)
+    layout = layout_of(LARGE, **LAYOUT)
+    report = as_planned(layout, model=LARGE)
+    assert report.total_bytes > 20 * SMALL_PRINT_BYTES
     report = dataclasses.replace(report, peak_bytes={name: int(factor * n) for name, n in report.peak_bytes.items()})
-    found = problems(report, layout)
+    found = problems(report, layout, model=LARGE)
     assert bool(found) == wrong
     assert all("the plan says" in one and "rank 0 (pp=0 dp_shard=0 tp=0; stage 0 of 2)" in one for one in found)
+
+
+def test_megabytes_are_not_held_against_a_toy():
+    layout = layout_of(SMALL, **LAYOUT)
+    report = as_planned(layout)
+    few, many = ({"activations": report.peak_bytes["activations"] + n} for n in (SMALL_PRINT_BYTES, 2**30))
+    assert report.total_bytes < SMALL_PRINT_BYTES
+    assert not problems(dataclasses.replace(report, peak_bytes=report.peak_bytes | few), layout)
+    assert problems(dataclasses.replace(report, peak_bytes=report.peak_bytes | many), layout)
 
 
 @pytest.mark.parametrize("share,wrong", [(0.01, False), (0.03, True)])
@@ -69,10 +82,20 @@ def test_memory_may_be_off_by_a_tenth(factor, wrong):
 def test_bytes_of_an_axis_may_be_off_by_a_fiftieth(axis, share, wrong):
     layout = layout_of(SMALL, **LAYOUT)
     report = as_planned(layout)
-    moved = sum(one.payload_bytes * one.times for one in report.collectives if one.axis == axis)
-    more = Collective(axis=axis, op="all_gather", payload_bytes=int(share * moved), times=1)
-    found = problems(dataclasses.replace(report, collectives=report.collectives + (more,)), layout)
-    assert [axis in one for one in found] == [True] * wrong
+    larger = tuple(dataclasses.replace(one, payload_bytes=int((1 + share * (one.axis == axis)) * one.payload_bytes))
+                   for one in report.collectives)
+    found = problems(dataclasses.replace(report, collectives=larger), layout)
+    assert [f"{axis} moves" in one for one in found] == [True] * wrong
+
+
+@pytest.mark.parametrize("axis", ["dp_shard", "tp", "pp"])
+def test_the_same_bytes_in_another_number_of_messages_are_a_problem(axis):
+    layout = layout_of(SMALL, **LAYOUT)
+    report = as_planned(layout)
+    halves = tuple(dataclasses.replace(one, payload_bytes=one.payload_bytes // 2, times=2 * one.times)
+                   if one.axis == axis else one for one in report.collectives)
+    [found] = problems(dataclasses.replace(report, collectives=halves), layout)
+    assert f"{axis} sends" in found and "of the same bytes" in found
 
 
 def test_an_axis_that_the_plan_does_not_know_is_a_problem():
@@ -105,12 +128,12 @@ def test_the_buffers_that_no_tensor_shows_count_against_the_limit():
     assert problems(report, layout, limit_bytes=report.total_bytes + 1)
 
 
-def test_weights_sharded_over_cp_alone_are_told_as_cp():
+def test_weights_sharded_over_cp_alone_are_told_with_cp():
     """The group is cp's own: a fake or real rank cannot tell the two uses of it apart."""
     layout = layout_of(SMALL, dims={"cp": 2})
     report = as_planned(layout)
     assert {one.axis for one in report.collectives} == {"cp", "dp_shard"}
-    folded = tuple(dataclasses.replace(one, axis="cp") for one in report.collectives)
+    folded = tuple(dataclasses.replace(one, axis="cp+dp_shard") for one in report.collectives)
     assert problems(dataclasses.replace(report, collectives=folded), layout) == ()
 
 
