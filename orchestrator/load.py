@@ -35,7 +35,8 @@ def read_stored(path: Path) -> RunConfig:
     except (OSError, ValueError, yaml.YAMLError) as error:
         if isinstance(error, SpecError):
             raise
-        raise SpecError([Problem(where="config", value=str(path), message=f"cannot be read: {first_line(error)}")]) from error
+        raise SpecError([Problem(where="config", value=str(path),
+                                 message=f"cannot be read: {first_line(error)}")]) from error
 
 
 @dataclass(frozen=True, slots=True)

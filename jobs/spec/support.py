@@ -25,7 +25,7 @@ MODELS: dict[str, tuple[Any, ...]] = {}
 def layout_problems(layout: Layout) -> list[Problem]:
     """Why this trainer cannot run the layout; empty if it can."""
     dims = layout.dims
-    found = [Problem(where=f"parallel.{axis}", value=getattr(dims, axis), message=f"is not trained by this version; try "
+    found = [Problem(where=f"parallel.{axis}", value=getattr(dims, axis), message="is not trained by this version; try "
                      f"{_listed(range(1, most + 1))}") for axis, most in DEGREES.items() if getattr(dims, axis) > most]
     for name, trained in LAYOUTS.items():
         value = getattr(layout, name)

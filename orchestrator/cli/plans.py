@@ -38,7 +38,8 @@ def plan_command(run_file: RunFile, overrides: Overrides = EMPTY, as_json: Json 
                  other: Annotated[Path | None, typer.Option("--from", metavar="FILE", help="take the degrees of an "
                                                             "Accelerate or Axolotl YAML")] = None,
                  tool: Annotated[str | None, typer.Option("--for", metavar="TOOL", help="only what accelerate, "
-                                                          "axolotl, torchtitan or megatron can say, to be exported")] = None,
+                                                          "axolotl, torchtitan or megatron can say, to be "
+                                                          "exported")] = None,
                  against: Annotated[Path | None, typer.Option("--diff", metavar="PLAN.json", help="RUN is a plan.json "
                                                               "too: what changes from RUN to this one")] = None,
                  axes: Annotated[bool, typer.Option(help="search each axis without and with it")] = True) -> None:

@@ -69,8 +69,8 @@ def read_table(path: Path, *, group_by: str) -> tuple[Row, ...]:
     """The rows of a CSV. Columns that are not known are left alone; a cell that is not a number is a problem."""
     if not path.is_file():
         raise SpecError([Problem(where="table", value=str(path),
-                                 message=f"{'is no file' if path.exists() else 'does not exist'}; give a CSV of measured "
-                                         "runs")])
+                                 message=f"{'is no file' if path.exists() else 'does not exist'}; give a CSV of "
+                                         "measured runs")])
     try:
         return _read(path, group_by=group_by)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
