@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from jobs.mesh import local_of
-from jobs.own.build import OwnModelError, told
+from jobs.own.build import OwnModelError, build, told
 from jobs.own.chain import Known, read
 from jobs.own.check import table_problem
 from jobs.own.dropout import following
@@ -41,7 +41,8 @@ ELEMENT_BYTES = 4  # models are built in float32
 def measure(spec: OwnModel, *, seq_len: int, degrees: tuple[int, ...]) -> OwnProfile:
     """Raises OwnModelError."""
     known = read(spec, seq_len=seq_len)
-    if known.recipe.digest() != read(spec, seq_len=seq_len).recipe.digest():
+    *_, again = build(spec, seq_len=seq_len)
+    if known.recipe.digest() != again.digest():
         raise OwnModelError(f"model.entrypoint: {spec.entrypoint!r} makes other weights each time that it is called, "
                             "so ranks would differ; numpy and random are seeded, seed what else it draws from "
                             "(np.random.default_rng)")
