@@ -41,12 +41,14 @@ class Loader:
     `data` names token files only (jobs.spec.tokens.with_token_files). `slots` is this rank's share of
     range(layout.slots); a slot from global_batch_size on holds no sample and its targets weigh nothing. `chunks` of
     `num_chunks` equal chunks of each sequence are this rank's, where sequences are split over ranks. The batches after
-    the one asked for are read by a thread meanwhile: create a Loader only in a process that will not fork any more.
+    the one asked for are read by a thread meanwhile (behind number `num_batches` - 1 the first again): create a Loader
+    only in a process that will not fork any more.
     Raises SpecError if the data does not fit; a run's has been checked before (jobs.spec.tokens.fit_problems).
     """
 
     def __init__(self, data: DataSpec, *, seq_len: int, vocab_size: int, global_batch_size: int, seed: int,
-                 slots: range, device: torch.device, chunks: tuple[int, ...] = (0,), num_chunks: int = 1) -> None:
+                 slots: range, device: torch.device, chunks: tuple[int, ...] = (0,), num_chunks: int = 1,
+                 num_batches: int | None = None) -> None:
         self.files = [TokenFile(Path(source.path)) for source in data.all_sources]
         self.num_sequences = [num_sequences(file.info, seq_len=seq_len) for file in self.files]
         for file, held in zip(self.files, self.num_sequences):
@@ -61,6 +63,7 @@ class Loader:
         self.global_batch_size = global_batch_size
         self.seed = seed
         self.slots = slots
+        self.num_batches = num_batches
         size = seq_len // num_chunks
         # (columns of the rank's part, columns of the sequence)
         self.parts = [(slice(i * size, (i + 1) * size), slice(chunk * size, (chunk + 1) * size))
@@ -87,6 +90,8 @@ class Loader:
         return Batch(inputs=inputs, targets=targets, documents=read.documents)
 
     def _order(self, cursor: int) -> None:
+        if self.num_batches is not None:
+            cursor %= self.num_batches
         self._ahead.append((cursor, self._pool.submit(self._read, cursor)))
 
     def places(self, data_cursor: int) -> tuple[np.ndarray, np.ndarray]:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from jobs.spec.parallel import ParallelDims
 
 FSDP_AXES = ("dp_shard", "cp")
+LOSS_AXES = ("dp_replicate", "dp_shard", "cp")  # over which the shares of a loss add up
 
 
 def build_mesh(dims: ParallelDims, *, device: torch.device) -> DeviceMesh:

@@ -1,6 +1,6 @@
 """A run's text → one token file for each of its sources that is text: the bytes of its files, byte 0 between them.
 
-Called as `python -m jobs.tokens DATASPEC.json FOLDER` before a run's first attempt. Never imports torch.
+Called as `python -m jobs.tokens DATA.json FOLDER` (a DataSpec for each place in the config that has one) before a run's first attempt. Never imports torch.
 """
 import hashlib
 import json
@@ -20,11 +20,11 @@ from jobs.spec.training import DataSpec, SourceSpec
 SEPARATOR = bytes([EOD_BYTE])
 
 
-def build_all(data: DataSpec, folder: Path) -> dict[str, TokensInfo]:
+def build_all(datasets: dict[str, DataSpec], folder: Path) -> dict[str, TokensInfo]:
     """A token file in `folder` for each source that is text; by the source's place in the config. Raises SpecError."""
-    targets = with_token_files(data, folder).all_sources
+    targets = [source for at, data in datasets.items() for source in with_token_files(data, folder, at=at).all_sources]
     return {where: build_tokens(source, Path(target.path), where=where)
-            for (where, source), target in zip(named_sources(data), targets) if not is_token_file(source.path)}
+            for (where, source), target in zip(named_sources(datasets), targets) if not is_token_file(source.path)}
 
 
 def build_tokens(source: SourceSpec, out: Path, *, where: str = "data") -> TokensInfo:
@@ -41,7 +41,7 @@ def build_tokens(source: SourceSpec, out: Path, *, where: str = "data") -> Token
             inputs.update(f"{name}\0{len(text)}\0{zlib.crc32(text)}\n".encode())
         if writer.num_documents == 0:
             raise _refusal(source, where, f"holds no text: {len(files)} files match {source.pattern!r}, all of them "
-                                          "empty or binary; check data.pattern and data.exclude")
+                                          f"empty or binary; check {where}.pattern and {where}.exclude")
         return writer.commit(vocab_size=TEXT_VOCABULARY, tokenizer=BYTES, eod=EOD_BYTE,
                              inputs_sha256=inputs.hexdigest())
 
@@ -54,8 +54,8 @@ def _files(source: SourceSpec, root: Path, where: str) -> list[Path]:
     files = [path for path in root.glob(source.pattern)
              if path.is_file() and not set(path.relative_to(root).parts) & set(source.exclude)]
     if not files:
-        raise _refusal(source, where, f"holds no file that matches {source.pattern!r}; check data.pattern and "
-                                      "data.exclude")
+        raise _refusal(source, where, f"holds no file that matches {source.pattern!r}; check {where}.pattern and "
+                                      f"{where}.exclude")
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 
@@ -73,11 +73,11 @@ def _refusal(source: SourceSpec, where: str, message: str) -> SpecError:
 
 def main(arguments: list[str]) -> int:
     if len(arguments) != 2:
-        print("usage: python -m jobs.tokens DATASPEC.json FOLDER", file=sys.stderr)
+        print("usage: python -m jobs.tokens DATA.json FOLDER", file=sys.stderr)
         return 2
     spec, folder = map(Path, arguments)
     try:
-        made = build_all(from_dict(DataSpec, json.loads(spec.read_text()), origin=str(spec)), folder)
+        made = build_all(from_dict(dict[str, DataSpec], json.loads(spec.read_text()), origin=str(spec)), folder)
     except SpecError as error:
         print(error, file=sys.stderr)
         return 2

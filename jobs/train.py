@@ -26,7 +26,9 @@ from jobs.spec.own_model import OwnModel
 from jobs.spec.parallel import cp_chunks
 from jobs.spec.rundir import RunDir
 from jobs.spec.support import compile_problems
+from jobs.spec.training import DataSpec
 from jobs.trainer import CheckpointPlan, Trainer
+from jobs.validation import Validation
 from jobs.weights import HubWeights
 
 
@@ -69,11 +71,11 @@ def build_trainer(job: JobSpec, *, parallel: ParallelModel, mesh: DeviceMesh, re
     meter, convention = build_meter(job)
     plan = CheckpointPlan(run_dir=RunDir(Path(job.run_dir)), interval_steps=job.checkpoint.interval_steps,
                           layout=job.layout.flat())
-    needed = parallel.holds_first or parallel.holds_last or job.data.document_mask
-    loader = build_loader(job, mesh=mesh, device=device) if needed else None
-    return Trainer(parallel, optimizer=optimizer, loader=loader, mesh=mesh, state=state, plan=plan, recorder=recorder,
-                   faults=job.faults, meter=meter, mfu_convention=convention, final_step=training.steps,
-                   device=device)
+    loader = build_loader(job, job.data, parallel=parallel, device=device)
+    validation = build_validation(job, parallel=parallel, device=device)
+    return Trainer(parallel, optimizer=optimizer, loader=loader, validation=validation, mesh=mesh, state=state,
+                   plan=plan, recorder=recorder, faults=job.faults, meter=meter, mfu_convention=convention,
+                   final_step=training.steps, device=device)
 
 
 def build_meter(job: JobSpec) -> tuple[RateMeter, AttentionConvention]:
@@ -88,14 +90,27 @@ def build_meter(job: JobSpec) -> tuple[RateMeter, AttentionConvention]:
     return RateMeter.of(job.model, **known, convention=job.mfu_convention), job.mfu_convention
 
 
-def build_loader(job: JobSpec, *, mesh: DeviceMesh, device: torch.device) -> Loader:
-    """The loader of this rank's data-parallel share of the slots."""
+def build_validation(job: JobSpec, *, parallel: ParallelModel, device: torch.device) -> Validation | None:
+    """None where the run has none."""
+    training, spec = job.training, job.training.validation
+    if spec is None:
+        return None
+    loader = build_loader(job, spec.data, parallel=parallel, device=device, num_batches=spec.batches)
+    return Validation(parallel, loader=loader, mesh=parallel.mesh, interval_steps=spec.interval_steps,
+                      batches=spec.batches, tokens=training.global_batch_size * training.seq_len, device=device)
+
+
+def build_loader(job: JobSpec, data: DataSpec, *, parallel: ParallelModel, device: torch.device,
+                 num_batches: int | None = None) -> Loader | None:
+    """The loader of this rank's data-parallel share of the slots; None where its stages need nothing of them."""
+    if not (parallel.holds_first or parallel.holds_last or data.document_mask):
+        return None
     layout, training = job.layout, job.training
     share = layout.microbatch_size * layout.num_microbatches
-    here, cp = coordinate(mesh), layout.dims.cp
+    here, cp = coordinate(parallel.mesh), layout.dims.cp
     first = share * layout.dims.dp_index(here)
-    return Loader(job.data, seq_len=training.seq_len, vocab_size=job.model.vocab_size,
-                  global_batch_size=training.global_batch_size, seed=training.seed,
+    return Loader(data, seq_len=training.seq_len, vocab_size=job.model.vocab_size,
+                  global_batch_size=training.global_batch_size, seed=training.seed, num_batches=num_batches,
                   slots=range(first, first + share), device=device,
                   **({"chunks": cp_chunks(cp, here["cp"]), "num_chunks": 2 * cp} if cp > 1 else {}))
 

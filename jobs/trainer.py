@@ -14,17 +14,16 @@ from jobs import checkpoint, runtime
 from jobs.checkpoint import Progress, TrainingState
 from jobs.faults import strike
 from jobs.loader import Loader
-from jobs.mesh import start_all_reduce
+from jobs.mesh import LOSS_AXES, start_all_reduce
 from jobs.metrics import RateMeter, peak_memory_bytes
 from jobs.optim import Optimizer
 from jobs.parallel import ParallelModel
 from jobs.recorder import Recorder
-from jobs.spec.events import RankFinished, ShardReport, StepReport
+from jobs.spec.events import RankFinished, ShardReport, StepReport, ValidationReport
 from jobs.spec.job import FaultSpec
 from jobs.spec.model import AttentionConvention
 from jobs.spec.rundir import RunDir
-
-LOSS_AXES = ("dp_replicate", "dp_shard", "cp")
+from jobs.validation import Validation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,12 +55,14 @@ class CheckpointPlan:
 class Trainer:
     """One rank's training, from `progress` to `final_step`. All ranks of the attempt run the same loop."""
 
-    def __init__(self, parallel: ParallelModel, *, optimizer: Optimizer, loader: Loader | None, mesh: DeviceMesh,
-                 state: TrainingState, plan: CheckpointPlan, recorder: Recorder, faults: tuple[FaultSpec, ...],
-                 meter: RateMeter, mfu_convention: AttentionConvention, final_step: int, device: torch.device) -> None:
+    def __init__(self, parallel: ParallelModel, *, optimizer: Optimizer, loader: Loader | None,
+                 validation: Validation | None, mesh: DeviceMesh, state: TrainingState, plan: CheckpointPlan,
+                 recorder: Recorder, faults: tuple[FaultSpec, ...], meter: RateMeter,
+                 mfu_convention: AttentionConvention, final_step: int, device: torch.device) -> None:
         self.parallel = parallel
         self.optimizer = optimizer
         self.loader = loader
+        self.validation = validation
         self.mesh = mesh
         self.state = state
         self.plan = plan
@@ -92,10 +93,14 @@ class Trainer:
                       recorder=self.recorder, parameters=self.optimizer.parameters.values()):
                 self.parallel.refresh_weights()
             self._step(step)
+            # before it is saved: who resumes from a checkpoint knows that its step has been validated
+            if self.validation is not None and self.validation.is_due(step, final_step=self.final_step):
+                self._validate()
             if self.plan.is_due(step, final_step=self.final_step):
                 self._stalled_s = self._save()
-        if self.loader is not None:
-            self.loader.close()
+        for loader in (self.loader, self.validation and self.validation.loader):
+            if loader is not None:
+                loader.close()
         self.recorder.report(RankFinished(attempt=self.recorder.attempt, rank=self.recorder.rank,
                                           step=self.progress.step, t=time.time()))
 
@@ -135,6 +140,18 @@ class Trainer:
         self.recorder.report(report)
         print(f"step {report.step}  loss {loss:.4f}  grad_norm {grad_norm:.3f}  lr {lr:.2e}  "
               f"{rates.tokens_per_s:,.0f} tokens/s  MFU {100 * rates.mfu:.1f}%", flush=True)
+
+    def _validate(self) -> None:
+        start = time.perf_counter()
+        loss = self.validation.loss(alive=lambda: self.recorder.progress(self.progress.step, "validation"))
+        if not self.is_reporter:
+            return
+        report = ValidationReport(attempt=self.recorder.attempt, rank=self.recorder.rank, step=self.progress.step,
+                                  t=time.time(), loss=loss, tokens=self.validation.tokens,
+                                  validation_s=time.perf_counter() - start)
+        self.recorder.report(report)
+        print(f"validation after step {report.step}  loss {loss:.4f}  {report.tokens:,} tokens in "
+              f"{report.validation_s:.1f} s", flush=True)
 
     def _save(self) -> float:
         """Write this rank's shards and tell the supervisor, who commits. Returns the seconds it took."""

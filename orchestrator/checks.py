@@ -15,6 +15,7 @@ POSITIVE = frozenset({
     "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "head_dim", "num_experts", "top_k", "max_positions",
     "sliding_window", "global_every", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
     "v_head_dim", "steps", "seq_len", "global_batch_size", "user_error_repeats", "attempt", "step",
+    "batches",
     # rates and sizes that something is divided by
     "inter_node_gb_s", "intra_node_gb_s", "peak_tflops", "memory_gib", "rope_theta", "norm_eps", "eps", "signal_lead_s",
     "attention_softcap", "output_softcap", "memory_bandwidth_gb_s", "matmul_efficiency", "nodes", "oversubscription",

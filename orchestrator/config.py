@@ -17,6 +17,7 @@ from jobs.spec.job import FaultSpec
 from jobs.spec.load import Problem, suggest, to_dict
 from jobs.spec.model import AttentionConvention, ModelSpec
 from jobs.spec.own_model import OwnModel
+from jobs.spec.tokens import all_data
 from jobs.spec.training import CheckpointSpec, DataSpec, TrainingSpec
 from orchestrator.checks import number_problems
 from orchestrator.cluster import ClusterSpec
@@ -158,8 +159,10 @@ def _check_own_code(config: RunConfig) -> list[Problem]:
     if own_model and config.training and config.training.initial_weights:
         refuse("training.initial_weights", config.training.initial_weights, "is for the decoders that orc builds; an "
                "own model reads weights in its `build`")
-    if own_model and config.data and config.data.document_mask:
-        refuse("data.document_mask", True, "is for the decoders that orc builds; an own model is given tokens alone")
+    for at, data in all_data(config.data, config.training).items():
+        if own_model and data.document_mask:
+            refuse(f"{at}.document_mask", True, "is for the decoders that orc builds; an own model is given tokens "
+                   "alone")
     return found
 
 
@@ -178,8 +181,7 @@ def _check_weights(config: RunConfig) -> list[Problem]:
 
 
 def _check_data(config: RunConfig) -> list[Problem]:
-    return [] if config.data is None else data_problems(
-        config.data, vocab_size=config.model and config.model.vocab_size, training=config.training)
+    return data_problems(config.data, vocab_size=config.model and config.model.vocab_size, training=config.training)
 
 
 def _check_faults(config: RunConfig) -> list[Problem]:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import re
+import types
 import typing
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,7 @@ def read_yaml(path: Path, problems: list[Problem], prefix: str = "") -> Layer:
     except ValueError as error:
         problems.append(Problem(where=prefix or "file", value=str(path), message=f"cannot be read: {error}"))
         return Layer({}, {})
-    leaves = _flatten(data, prefix)
+    leaves = _flatten(_as_written(data, node, _kinds_of(prefix)), prefix)
     lines = _lines(node, prefix)
     return Layer(leaves, {key: f"{path}:{lines.get(key, 1)}" for key in leaves})
 
@@ -92,11 +93,23 @@ def _flatten(data: dict, prefix: str) -> dict[str, Any]:
 
 def _lines(node: Any, prefix: str) -> dict[str, int]:
     lines = {}
-    for key, value in node.value if isinstance(node, yaml.MappingNode) else []:
-        where = f"{prefix}.{key.value}" if prefix else str(key.value)
+    for name, (key, value) in _fields(node).items() if isinstance(node, yaml.MappingNode) else ():
+        where = f"{prefix}.{name}" if prefix else str(name)
         lines[where] = key.start_mark.line + 1
         lines |= _lines(value, where)
     return lines
+
+
+def _fields(mapping: yaml.MappingNode) -> dict[str, tuple[Any, Any]]:
+    """Key → its node and its value's, those that `<<` merges among them."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for key, value in mapping.value:
+        if key.tag == "tag:yaml.org,2002:merge":
+            for merged in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                found = _fields(merged) | found
+        else:
+            found[key.value] = key, value
+    return found
 
 
 def parse_overrides(overrides: list[str] | tuple[str, ...], problems: list[Problem]) -> Layer:
@@ -107,22 +120,53 @@ def parse_overrides(overrides: list[str] | tuple[str, ...], problems: list[Probl
             problems.append(Problem(where="command line", value=item, message="is not key=value, e.g. parallel.tp=2"))
             continue
         try:
-            is_text = _TEXT.match(value) or (value not in _NOTHING and value[0] not in "\"'{[" and _takes_text(key))
-            typed = f"{key}={json.dumps(value)}" if is_text else item
-            leaves |= _flatten(typing.cast(dict, OmegaConf.to_container(OmegaConf.from_dotlist([typed]))), "")
+            kinds = _kinds_of(key)
+            is_text = _TEXT.match(value) or (value not in _NOTHING and value[0] not in "\"'{[" and _are_text(kinds))
+            typed = json.dumps(value) if is_text else value
+            data = typing.cast(dict, OmegaConf.to_container(OmegaConf.from_dotlist([f"value={typed}"])))["value"]
+            leaves |= _flatten({key: _as_written(data, yaml.compose(typed), kinds)}, "")
         except (ValueError, AttributeError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
             problems.append(Problem(where=key, value=item, message=f"cannot be parsed: {first_line(error)}",
                                     origin="command line"))
     return Layer(leaves, dict.fromkeys(leaves, "command line"))
 
 
-def _takes_text(key: str) -> bool:
-    """Whether the field is a string: then `1e3` and `yes` are names, and no number and no truth."""
+def _as_written(data: Any, node: Any, kinds: tuple[Any, ...]) -> Any:
+    """A text field's value as it was typed: there `yes`, `1e3` and `1_000` are names, and no truth and no number."""
+    if isinstance(data, dict) and isinstance(node, yaml.MappingNode):
+        nodes = {key: inner for key, (_, inner) in _fields(node).items()}
+        return {key: _as_written(value, nodes.get(key), _below(kinds, key)) for key, value in data.items()}
+    if isinstance(data, list) and isinstance(node, yaml.SequenceNode):
+        return [_as_written(item, inner, _below(kinds)) for item, inner in zip(data, node.value)]
+    misread = isinstance(node, yaml.ScalarNode) and data is not None and not isinstance(data, str)
+    return node.value if misread and _are_text(kinds) else data
+
+
+def _kinds_of(path: str) -> tuple[Any, ...]:
+    """The types that the value at a dotted path of a run may have; none: it is not known."""
     kinds: tuple[Any, ...] = (RunConfig,)
-    for name in key.split("."):
-        hints = [typing.get_type_hints(kind).get(name) for kind in kinds if dataclasses.is_dataclass(kind)]
-        kinds = tuple(member for hint in hints if hint is not None for member in typing.get_args(hint) or (hint,))
-    return str in kinds and set(kinds) <= {str, type(None)}
+    for name in path.split(".") if path else ():
+        kinds = _below(kinds, name)
+    return kinds
+
+
+def _below(kinds: tuple[Any, ...], name: Any = None) -> tuple[Any, ...]:
+    """Of a dataclass's field, or of a list's or mapping's items."""
+    found: list[Any] = []
+    for kind in kinds:
+        if dataclasses.is_dataclass(kind):
+            hint = typing.get_type_hints(kind).get(name)
+            found += typing.get_args(hint) if isinstance(hint, types.UnionType) else [hint] if hint is not None else []
+        elif typing.get_origin(kind) in (list, dict):
+            found.append(typing.get_args(kind)[-1])
+    return tuple(found)
+
+
+def _are_text(kinds: tuple[Any, ...]) -> bool:
+    """Text or nothing; one of several words is text, too."""
+    plain = {word for kind in kinds for word in (
+        map(type, typing.get_args(kind)) if typing.get_origin(kind) is typing.Literal else [kind])}
+    return str in plain and plain <= {str, type(None)}
 
 
 def choose_includes(base: Layer, command_line: Layer, problems: list[Problem]) -> dict[str, tuple[str, str]]:
@@ -139,7 +183,8 @@ def choose_includes(base: Layer, command_line: Layer, problems: list[Problem]) -
                 elif value is None:
                     chosen.pop(section, None)
                 else:
-                    problems.append(Problem(where=key, value=value, message="must be the name of a file",
+                    problems.append(Problem(where=key, value=value, message="must be the name of a file; quote one that YAML "
+                                            "takes for something else",
                                             origin=layer.origins[key]))
     return chosen
 

@@ -19,10 +19,10 @@ from omegaconf.errors import OmegaConfBaseException
 from jobs.spec.load import Problem, SpecError, from_dict, suggest
 from jobs.spec.model import MlaSpec, ModelSpec, MoeSpec
 from jobs.spec.own_model import OwnModel
-from jobs.spec.training import DataSpec, TrainingSpec
+from jobs.spec.training import DataSpec, TrainingSpec, ValidationSpec
 from orchestrator.cluster import ClusterSpec
 from orchestrator.config import RunConfig, check
-from orchestrator.datasets import absolute_data
+from orchestrator.datasets import absolute_data, absolute_training
 from orchestrator.layers import Layer, choose_includes, first_line, included_layer, parse_overrides, read_yaml
 
 
@@ -81,11 +81,12 @@ def load_traced(path: Path, overrides: list[str] | tuple[str, ...] = ()) -> Load
 
 def _absolute(config: RunConfig) -> RunConfig:
     """Paths as they were meant where the command was typed: whoever reads the run later stands elsewhere."""
-    data = config.data and absolute_data(config.data)
+    data, training = config.data and absolute_data(config.data), absolute_training(config.training)
     workdir = config.workdir
     if workdir is not None or config.lays_itself_out or isinstance(config.model, OwnModel):
         workdir = _absolute_path(workdir or ".")
-    return dataclasses.replace(config, root=_absolute_path(config.root), data=data, workdir=workdir)
+    return dataclasses.replace(config, root=_absolute_path(config.root), data=data, training=training,
+                               workdir=workdir)
 
 
 def _absolute_path(path: str) -> str:
@@ -99,7 +100,8 @@ def _merge(layers: list[Layer], problems: list[Problem]) -> DictConfig:
     # a section without a default is absent until something is said about it
     own = _is_own_model(layers)
     for section, cls in (("model", OwnModel if own else ModelSpec), ("model.moe", MoeSpec), ("model.mla", MlaSpec),
-                         ("training", TrainingSpec), ("data", DataSpec), ("cluster", ClusterSpec)):
+                         ("training", TrainingSpec), ("training.validation", ValidationSpec), ("data", DataSpec),
+                         ("training.validation.data", DataSpec), ("cluster", ClusterSpec)):
         if any(key.startswith(f"{section}.") for layer in layers for key in layer.leaves):
             node = OmegaConf.structured(cls)
             _writable(node)

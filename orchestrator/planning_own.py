@@ -43,7 +43,7 @@ def measure(config: RunConfig, degrees: Iterable[int]) -> OwnProfile:
                                  message=f"could not be measured: {said}")])
     answer = from_dict(MeasureAnswer, said, origin="jobs.own.measure")
     if answer.profile is None:
-        raise SpecError([_problem(text) for text in answer.problems])
+        raise SpecError([Problem.told(text, where="model") for text in answer.problems])
     return answer.profile
 
 
@@ -60,9 +60,3 @@ def ask(module: str, *arguments: str, given: str = "") -> dict | str:
             continue
     lines = [line for line in done.stderr.splitlines() if line.strip()] if done.returncode else []
     return lines[-1].removeprefix("[rank0]: ") if lines else f"it ended with code {done.returncode} and no answer"
-
-
-def _problem(text: str) -> Problem:
-    """`where: message`, as the measuring process says it."""
-    where, colon, message = text.partition(": ")
-    return Problem(where=where if colon else "model", value=None, message=message if colon else text)

@@ -25,7 +25,6 @@ class TokenWriter:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.num_tokens = self.num_sequences = self.num_documents = 0
         self._checksum = 0
-        out.parent.mkdir(parents=True, exist_ok=True)
         self._parts = {name: out.with_name(f"{out.name}.{os.getpid()}.{name}.part")
                        for name in ("tokens", "lengths", "marks", "index", "info")}
         self._files: dict[str, BinaryIO] = {}

@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import os
 import random
+import re
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -129,4 +130,12 @@ def _refuse(model: nn.Module) -> None:
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             problems.append(f"{path} is a batch norm, which mixes sequences of other ranks; use a norm of each token")
     if problems:
-        raise OwnModelError("model.entrypoint: " + "; ".join(problems))
+        raise OwnModelError("model.entrypoint: " + "; ".join(once_per_kind(problems)))
+
+
+def once_per_kind(problems: list[str]) -> list[str]:
+    """What is wrong in the same way in several blocks is told of the first, with the number of the others."""
+    alike: dict[str, list[str]] = {}
+    for problem in problems:
+        alike.setdefault(re.sub(r"(?<=\.)\d+(?=[.' ])", "*", problem), []).append(problem)
+    return [found[0] + (f" (and {len(found) - 1} more like it)" if len(found) > 1 else "") for found in alike.values()]

@@ -84,7 +84,8 @@ class KeyedDropout(nn.Dropout):
     def forward(self, x: Tensor) -> Tensor:
         draws, size = self.draws, math.prod(x.shape[2:])
         if draws.token_keys is None or not self.training:
-            self.sizes.add(size)
+            if x.is_meta:  # traced whole; a validation's forward drops nothing, either, but may hold a part
+                self.sizes.add(size)
             return x
         keys = [of_tokens for of_tokens in draws.token_keys if of_tokens.shape == x.shape[:2]]
         if not keys or not (size in self.sizes) ^ (size * draws.size in self.sizes and draws.size > 1):

@@ -44,8 +44,8 @@ def measure(spec: OwnModel, *, seq_len: int, degrees: tuple[int, ...]) -> OwnPro
     *_, again = build(spec, seq_len=seq_len)
     if known.recipe.digest() != again.digest():
         raise OwnModelError(f"model.entrypoint: {spec.entrypoint!r} makes other weights each time that it is called, "
-                            "so ranks would differ; numpy and random are seeded, seed what else it draws from "
-                            "(np.random.default_rng)")
+                            "so ranks would differ; numpy and random are seeded; make and seed inside of it what else "
+                            "it draws from (np.random.default_rng, torch.Generator)")
     no_sequence = sequence_parallel_problem(known.model, known.table)
     no_tp = {tp: problem for tp in degrees if (problem := tp_problem(known.model, known.table, tp=tp)) is not None}
     measured = [_measure(spec, seq_len=seq_len, tp=1, sequence_parallel=False)]

@@ -2,7 +2,8 @@
 
 Used by jobs.own.build, which runs that code once, on meta, and by jobs.own to fill a rank's shards. So no rank ever
 holds more than its shards, one whole parameter and what that is made from. Each draw of random numbers is seeded by
-(seed, number of the draw): a parameter's values do not depend on which others a rank makes, nor on the layout.
+(seed, number of the draw), or from the generator that the code gives it: a parameter's values do not depend on which
+others a rank makes, nor on the layout.
 """
 import hashlib
 from collections import defaultdict
@@ -150,8 +151,11 @@ class Recipe(TorchDispatchMode):
     def digest(self) -> str:
         """Of the numbers that the user's code gave, and torch did not make."""
         found = hashlib.sha256()
-        for leaf in tree_leaves([(step.args, step.kwargs) for step in self._steps] + [*self._named.values()]):
-            if isinstance(leaf, (float, Tensor)):
+        for leaf in tree_leaves([(step.args, step.kwargs, step.seed) for step in self._steps]
+                                + [*self._named.values()]):
+            if isinstance(leaf, str):
+                found.update(leaf.encode())
+            elif isinstance(leaf, (float, Tensor)):
                 found.update(torch.as_tensor(leaf).flatten().contiguous().view(torch.uint8).numpy())
         return found.hexdigest()
 
@@ -202,8 +206,11 @@ class Recipe(TorchDispatchMode):
                 storages[noted.key] = real.untyped_storage()
 
     def _next_seed(self, generator: torch.Generator | None) -> str:
+        if generator is not None:  # moved on by each draw, so that two of one seed give the same numbers
+            drawn = torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator)
+            return f"of a generator: {drawn.item()}"
         self._draws += 1
-        return f"{self._seed if generator is None else generator.initial_seed()}:{self._draws}"
+        return f"{self._seed}:{self._draws}"
 
 
 def _on_meta(leaf: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, get_args, Literal
 
 import torch.nn as nn
 
-from jobs.own.build import OwnModelError
+from jobs.own.build import OwnModelError, once_per_kind
 
 # column   rows of the weight are split: the input enters (is whole on every rank), the output is the rank's own part
 # row      columns of the weight are split: the input is the rank's own part, the output leaves (is summed)
@@ -66,7 +66,7 @@ def resolve(raw: dict[str, Any], model: nn.Module) -> Table:
     if sum(style == "head" for style in styles.values()) > 1:
         problems.append("plan table: head is the style of more than one module; there is one projection to logits")
     if problems:
-        raise OwnModelError("\n".join(problems))
+        raise OwnModelError("\n".join(once_per_kind(problems)))
     return Table(blocks=blocks, styles=styles, ties=ties)
 
 

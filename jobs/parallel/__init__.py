@@ -27,6 +27,7 @@ from jobs.parallel.expert import (apply_expert_parallel, build_expert_mesh, moe_
                                   update_balance)
 from jobs.parallel.fill import COPY, allocated, fill_weights
 from jobs.parallel.fit import refuse_misfits
+from jobs.parallel.forwards import evaluating
 from jobs.parallel.pipeline import (Loss, MicrobatchLoop, Pipeline, Schedule, Shapes, boundary_shapes,
                                     sum_tied_gradients)
 from jobs.parallel.recompute import apply_recompute, repeat_activations
@@ -97,6 +98,13 @@ class ParallelModel:
         return loss
 
     @torch.no_grad()
+    def evaluate(self, inputs: Tensor | None, targets: Tensor | None, *, documents: Tensor | None = None) -> Tensor:
+        """The loss of forward_backward, by forward passes alone: nothing is dropped out, choices of experts are not
+        counted, and what trains is afterwards as it was."""
+        with evaluating(self.model_parts):
+            return self.schedule.evaluate(inputs, targets, self._sequences.at(None, documents=documents))
+
+    @torch.no_grad()
     def _take_gradients(self) -> dict[str, Tensor]:
         if self.buckets is not None:
             found = self.buckets.finish()
@@ -158,12 +166,12 @@ def complete(parts: tuple[nn.Module, ...], *, units: list[list[list[nn.Module]]]
     """What follows once each part is split and on meta: data parallelism by `units` (of each part), memory, schedule.
     The weights are still to be filled."""
     dims = layout.dims
-    sharded = layout.zero_stage > 1 and dims.fsdp > 1
+    sharded = layout.shards_weights
     buckets = None
     if sharded:
         for part, of_part in zip(parts, units, strict=True):
             apply_fsdp(part, units=of_part, mesh=mesh, expert_mesh=expert_mesh, param_dtype=training.param_dtype,
-                       reshard_after_forward=layout.reshard_after_forward, reduce_dtype=training.reduce_dtype)
+                       reduce_dtype=training.reduce_dtype)
     # not to_empty: it would send every DTensor through dispatch, a quarter of the time to build a small model
     allocate = functools.partial(allocated, device=device,
                                  param_dtype=torch.float32 if sharded else getattr(torch, training.param_dtype))
@@ -175,9 +183,10 @@ def complete(parts: tuple[nn.Module, ...], *, units: list[list[list[nn.Module]]]
             buffer.zero_()
     shared = dims.dp * dims.cp > 1 or (expert_mesh is not None and axis_size(expert_mesh, "expert_fsdp") > 1)
     if not sharded and (shared or training.param_dtype != "float32"):
-        buckets = Buckets([unit for part, of_part in zip(parts, units, strict=True)
-                           for unit in _bucket_units(part, of_part, mesh=mesh, expert_mesh=expert_mesh)],
-                          num_backwards=layout.num_microbatches, reduce_dtype=getattr(torch, training.reduce_dtype))
+        buckets = Buckets([_bucket_units(part, of_part, mesh=mesh, expert_mesh=expert_mesh)
+                           for part, of_part in zip(parts, units, strict=True)],
+                          num_backwards=layout.num_microbatches, in_shards=layout.shards_gradients,
+                          reduce_dtype=getattr(torch, training.reduce_dtype))
     schedule = _build_schedule(parts, mesh=mesh, layout=layout, training=training, buckets=buckets, device=device,
                                shapes=shapes, splits_logits=splits_logits)
     return ParallelModel(parts, schedule=schedule, buckets=buckets, mesh=mesh, expert_mesh=expert_mesh,
@@ -236,6 +245,5 @@ def _build_schedule(parts: tuple[nn.Module, ...], *, mesh: DeviceMesh, layout: L
     if splits_logits:
         loss = functools.partial(vocab_parallel_cross_entropy, group=mesh.get_group("tp"), **terms)
     if layout.dims.pp == 1:
-        return MicrobatchLoop(parts[0], layout=layout, loss=loss)
-    return Pipeline(parts, shapes=shapes, mesh=mesh, layout=layout, loss=loss,
-                    accumulated=None if buckets is None else buckets.accumulated, device=device)
+        return MicrobatchLoop(parts[0], layout=layout, loss=loss, buckets=buckets)
+    return Pipeline(parts, shapes=shapes, mesh=mesh, layout=layout, loss=loss, buckets=buckets, device=device)

@@ -1,6 +1,6 @@
 """Data parallelism with sharded weights: FSDP2 over fsdp = dp_shard·cp, replicas of it (HSDP) over dp_replicate.
 
-Called by jobs.parallel, last of the transformations, for zero_stage 2 and 3; whole weights are jobs.parallel.buckets'.
+Called by jobs.parallel, last of the transformations, for zero_stage=3; whole weights are jobs.parallel.buckets'.
 Gradients are *summed* over data-parallel ranks: the loss has already been divided by the global token count.
 
 A unit is gathered and reduced at once: layers_per_unit consecutive layers; the embedding; norm and output, with a
@@ -10,10 +10,9 @@ forward and backward, which begins with them; norm and output, FSDP's root, are 
 Collectives per unit; P = its weights / tp in param_dtype, G = the same in reduce_dtype, m = num_microbatches:
 
     op               axis           bytes    when
-    all_gather       fsdp           P        zero_stage=2: first forward of the step
-                                             zero_stage=3, one stage: every forward, and every backward but that of
-                                             the last two units. Several stages: a unit that a backward has gathered
-                                             stays so for the next forward; see orchestrator.planner.communication
+    all_gather       fsdp           P        one stage: every forward, and every backward but that of the last two
+                                             units. Several stages: a unit that a backward has gathered stays so for
+                                             the next forward; see orchestrator.planner.sharding
     reduce_scatter   fsdp           G        backward of the last microbatch; of every one if reduce_every_microbatch
     all_reduce       dp_replicate   G/fsdp   after each reduce_scatter
 """
@@ -42,7 +41,7 @@ def units(model: Transformer, *, layers_per_unit: int) -> list[list[nn.Module]]:
 
 
 def apply_fsdp(model: nn.Module, *, units: list[list[nn.Module]], mesh: DeviceMesh, expert_mesh: DeviceMesh | None,
-               reshard_after_forward: bool, param_dtype: DType, reduce_dtype: DType) -> None:
+               param_dtype: DType, reduce_dtype: DType) -> None:
     """Shard `model` (on meta) in place, unit by unit; the last of `units` is what the others leave."""
     shards = fsdp_mesh(mesh)
     if axis_size(mesh, "dp_replicate") > 1:
@@ -56,8 +55,7 @@ def apply_fsdp(model: nn.Module, *, units: list[list[nn.Module]], mesh: DeviceMe
     *inner, _ = units
     for i, unit in enumerate(inner):
         last = model.is_last and i == len(inner) - 1
-        fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=reshard_after_forward and not last,
-                    **options)
+        fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=not last, **options)
     fully_shard(model, reshard_after_forward=False, **options)  # what is left: the last unit
     for module in model.modules():
         if isinstance(module, FSDPModule):

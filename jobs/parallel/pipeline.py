@@ -31,12 +31,13 @@ from torch.distributed.pipelining import (PipelineStage, ScheduleDualPipeV, Sche
 from torch.distributed.pipelining.schedules import (RESHARD, UNSHARD, _Action, _add_reduce_grad, _add_send_recv,
                                                     _ComputationType, _PipelineScheduleRuntime)
 
+from jobs.parallel.buckets import Buckets
+from jobs.parallel.forwards import forwards_of
 from jobs.spec.parallel import Layout
 from jobs.spec.training import TrainingSpec
 
 Shapes = tuple[Tensor, Tensor, Tensor]  # of a microbatch, on meta: token ids, what passes between stages, logits
 Loss = Callable[[Tensor, Tensor], Tensor]  # logits, targets of a microbatch → its share of the step's loss
-Accumulated = Callable[[nn.Parameter], None]  # told of every weight that a backward pass has added to
 
 
 class OneStage(_PipelineScheduleRuntime):
@@ -78,15 +79,18 @@ class Schedule(Protocol):
 
         Returns this rank's share of the step's loss, a scalar; zero on all but the last stage."""
 
+    def evaluate(self, inputs: Tensor | None, targets: Tensor | None, sequences: dict[str, Tensor]) -> Tensor:
+        """The same loss, of forward passes alone; to be called under no_grad."""
+
 
 class MicrobatchLoop:
     """One stage: forward and backward of one microbatch after the other."""
 
-    def __init__(self, model: nn.Module, *, layout: Layout, loss: Loss) -> None:
+    def __init__(self, model: nn.Module, *, layout: Layout, loss: Loss, buckets: Buckets | None) -> None:
         self.model = model
         self.loss = loss
+        self.buckets = buckets
         self.microbatch_size = layout.microbatch_size
-        self.reshard_after_forward = layout.reshard_after_forward
         self.reduce_every_microbatch = layout.reduce_every_microbatch
 
     def forward_backward(self, inputs: Tensor | None, targets: Tensor | None, sequences: dict[str, Tensor]) -> Tensor:
@@ -97,12 +101,20 @@ class MicrobatchLoop:
                 is_last = i == len(microbatches) - 1
                 self.model.set_is_last_backward(is_last)
                 self.model.set_requires_gradient_sync(is_last or self.reduce_every_microbatch)
-                self.model.set_reshard_after_backward(is_last or self.reshard_after_forward)
-            rows = slice(i * self.microbatch_size, (i + 1) * self.microbatch_size)
-            loss = self.loss(self.model(tokens, **{name: value[rows] for name, value in sequences.items()}), wanted)
+            loss = self._loss(i, tokens, wanted, sequences)
             loss.backward()
+            if self.buckets is not None:
+                self.buckets.backward_done(0)
             total += loss.detach()
         return total
+
+    def evaluate(self, inputs: Tensor | None, targets: Tensor | None, sequences: dict[str, Tensor]) -> Tensor:
+        microbatches = zip(inputs.split(self.microbatch_size), targets.split(self.microbatch_size), strict=True)
+        return sum(self._loss(i, tokens, wanted, sequences) for i, (tokens, wanted) in enumerate(microbatches))
+
+    def _loss(self, microbatch: int, tokens: Tensor, wanted: Tensor, sequences: dict[str, Tensor]) -> Tensor:
+        rows = slice(microbatch * self.microbatch_size, (microbatch + 1) * self.microbatch_size)
+        return self.loss(self.model(tokens, **{name: value[rows] for name, value in sequences.items()}), wanted)
 
 
 class Stage(PipelineStage):
@@ -110,10 +122,11 @@ class Stage(PipelineStage):
     received from when it is received until it has been used: torch's keeps a buffer for every microbatch of a step, in
     both directions, for ever."""
 
-    def __init__(self, *args: Any, accumulated: Accumulated | None, reduce_every_microbatch: bool,
+    def __init__(self, *args: Any, buckets: Buckets | None, part: int, reduce_every_microbatch: bool,
                  **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._accumulated = accumulated
+        self._buckets = buckets
+        self._part = part  # of this rank's
         self._reduce_every_microbatch = reduce_every_microbatch
 
     def _setup_forward_recv_info(self, num_microbatches, has_backward):
@@ -147,6 +160,11 @@ class Stage(PipelineStage):
             if not one.is_root_arg:
                 one.buffer = torch.empty(one.tensor_meta.shape, dtype=one.tensor_meta.dtype, device=self.device)
 
+    def forward_one_chunk(self, *args, **kwargs):
+        if not torch.is_grad_enabled():
+            self.fwd_cache.clear()  # has been sent on, and no backward will ask for it
+        return super().forward_one_chunk(*args, **kwargs)
+
     def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True, last_backward=False):
         super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward)
         for tensor in self.backward_state.get(bwd_chunk_id, ((),))[0]:
@@ -154,10 +172,12 @@ class Stage(PipelineStage):
 
     def backward_maybe_with_nosync(self, backward_type, bwd_kwargs, last_backward=False):
         result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        if backward_type == "weight" and self._accumulated is not None:
-            for weight in self.submod.parameters():  # torch adds to .grad itself: no autograd hook has run
-                self._accumulated(weight)
-        if backward_type != "input" and self._reduce_every_microbatch:
+        if self._buckets is not None:
+            for weight in self.submod.parameters() if backward_type == "weight" else ():
+                self._buckets.accumulated(weight)  # torch adds to .grad itself: no autograd hook has run
+            if backward_type != "input":
+                self._buckets.backward_done(self._part)
+        elif backward_type != "input" and self._reduce_every_microbatch:
             self._reduce_now()
         return result
 
@@ -185,7 +205,7 @@ class Pipeline:
     """This rank's stages of a pipeline."""
 
     def __init__(self, model_parts: tuple[nn.Module, ...], *, shapes: Shapes, mesh: DeviceMesh, layout: Layout,
-                 loss: Loss, accumulated: Accumulated | None, device: torch.device) -> None:
+                 loss: Loss, buckets: Buckets | None, device: torch.device) -> None:
         self.device = device
         self.holds_first, self.holds_last = model_parts[0].is_first, model_parts[-1].is_last
         tokens, hidden, logits = shapes
@@ -193,15 +213,20 @@ class Pipeline:
         stages = [Stage(part, index, layout.num_stages, device, input_args=tokens if part.is_first else hidden,
                         output_args=logits if part.is_last else hidden, group=mesh.get_group("pp"),
                         dw_builder=None if layout.recompute == "none" else _no_second_half,
-                        accumulated=accumulated, reduce_every_microbatch=layout.reduce_every_microbatch)
-                  for part, index in zip(model_parts, layout.stages(mesh.get_local_rank("pp")), strict=True)]
+                        buckets=buckets, part=i, reduce_every_microbatch=layout.reduce_every_microbatch)
+                  for i, (part, index) in enumerate(zip(model_parts, layout.stages(mesh.get_local_rank("pp")),
+                                                        strict=True))]
+        self.stages = stages
         # scale_grads: the loss is already a share of the whole
-        self.schedule = SCHEDULES[layout.schedule](stages, layout.num_microbatches, loss_fn=loss, scale_grads=False)
+        self.schedule = SCHEDULES[layout.schedule](stages, layout.num_microbatches, loss_fn=loss, scale_grads=False,
+                                                    backward_requires_autograd=False)  # evaluate() has neither
         # Taken as gathered: FSDP's hooks do that unit by unit. torch would gather whole stages, and of more than three
         # on a rank drop one for another, to gather it again for the next microbatch.
         self.schedule.unsharded_stages.update(stage.stage_index for stage in stages)
         for order in self.schedule.pipeline_order_with_comms.values():
             order[:] = [action for action in order if action.computation_type not in (UNSHARD, RESHARD)]
+        self.order = self.schedule.pipeline_order_with_comms
+        self.forwards = {rank: forwards_of(order) for rank, order in self.order.items()}
 
     def forward_backward(self, inputs: Tensor | None, targets: Tensor | None, sequences: dict[str, Tensor]) -> Tensor:
         args = (inputs,) if self.holds_first else ()
@@ -211,6 +236,14 @@ class Pipeline:
         else:
             self.schedule.step(*args, return_outputs=False, **sequences)
         return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=self.device)
+
+    def evaluate(self, inputs: Tensor | None, targets: Tensor | None, sequences: dict[str, Tensor]) -> Tensor:
+        self.schedule.pipeline_order_with_comms = self.forwards
+        loss = self.forward_backward(inputs, targets, sequences)
+        self.schedule.pipeline_order_with_comms = self.order
+        for stage in self.stages:
+            stage.clear_runtime_states()  # the last microbatch's logits
+        return loss
 
 
 def boundary_shapes(*, hidden: tuple[int, ...], vocab_size: int, layout: Layout, training: TrainingSpec,

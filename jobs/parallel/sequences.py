@@ -22,13 +22,14 @@ class Sequences:
     with_weights: bool  # the model balances experts
     device: torch.device
 
-    def at(self, step: int, *, documents: Tensor | None = None) -> dict[str, Tensor]:
-        """Arguments of the model's forward by name, [len(slots), …] each; those only that it needs."""
+    def at(self, step: int | None, *, documents: Tensor | None = None) -> dict[str, Tensor]:
+        """Arguments of the model's forward by name, [len(slots), …] each; those only that it needs. Where no `step` is
+        computed, nothing is dropped out and experts are not balanced."""
         slots = torch.arange(self.slots.start, self.slots.stop, device=self.device)
         found = {}
-        if self.with_keys:
+        if self.with_keys and step is not None:
             found["keys"] = sequence_keys(slots, seed=self.seed, step=step)
-        if self.with_weights:
+        if self.with_weights and step is not None:
             found["weights"] = (slots < self.global_batch_size).float() / self.global_batch_size
         if documents is not None:
             starts = document_starts(documents)  # stays on the host; pinned, copying it waits for nothing

@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 
 from jobs.spec.events import (CheckpointSaved, FaultInjected, NodeSample, RankError, RankExit, RankFinished,
-                              ShardReport, StepReport)
+                              ShardReport, StepReport, ValidationReport)
 from jobs.spec.job import JobSpec, RankSlot
 
 
@@ -173,6 +173,7 @@ class Spooled:
 
 
 # What an agent spools and a supervisor must receive.
-Report = StepReport | ShardReport | CheckpointSaved | RankError | FaultInjected | RankFinished | RankExit | NodeSample
+Report = (StepReport | ValidationReport | ShardReport | CheckpointSaved | RankError | FaultInjected | RankFinished
+          | RankExit | NodeSample)
 ToAgent = Challenge | Welcome | Prepare | Start | Kill | Shutdown | Ack
 ToSupervisor = Knock | Hello | Command | Prepared | PrepareFailed | Killed | Heartbeat | Spooled

@@ -21,7 +21,7 @@ class RankProgress:
     attempt: int
     rank: int
     step: int
-    phase: str  # "start", "data", "forward_backward", "optimizer", "checkpoint"
+    phase: str  # "start", "data", "forward_backward", "optimizer", "validation", "checkpoint"
     t: float
 
 
@@ -49,6 +49,20 @@ class StepReport:
     mfu: float | None = None
     mfu_convention: str | None = None
     peak_memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValidationReport:
+    """The loss on training.validation.data after `step` updates, from the rank that owns the loss. Told before the
+    step's checkpoint is: what is behind a committed step need not be validated again."""
+
+    attempt: int
+    rank: int
+    step: int
+    t: float  # when it was done
+    loss: float  # mean over all tokens of the batches, as a step's
+    tokens: int  # all ranks
+    validation_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -264,9 +278,9 @@ class RunEnded:
 # of a run's supervisor, and of the command that followed it; 2 is refused input
 EXIT_CODES = {"completed": 0, "failed": 1, "stopped": 3}
 
-RankReport = RankProgress | StepReport | ShardReport | CheckpointSaved | RankError | FaultInjected | RankFinished
+RankReport = (RankProgress | StepReport | ValidationReport | ShardReport | CheckpointSaved | RankError | FaultInjected
+              | RankFinished)
 AgentReport = RankExit | NodeSample
-Event = (StepReport | CheckpointSaved | RankError | FaultInjected | RankFinished | RankExit | NodeSample | RunStarted
-         | AgentJoined | AgentLost | RanksSilent | AttemptStarted | CheckpointCommitted | CheckpointSkipped | Diagnosis
-         | Decision | AttemptEnded
-         | RunEnded)
+Event = (StepReport | ValidationReport | CheckpointSaved | RankError | FaultInjected | RankFinished | RankExit
+         | NodeSample | RunStarted | AgentJoined | AgentLost | RanksSilent | AttemptStarted | CheckpointCommitted
+         | CheckpointSkipped | Diagnosis | Decision | AttemptEnded | RunEnded)

@@ -31,6 +31,12 @@ class Problem:
         where = self.where if self.where.isprintable() and len(self.where) <= 200 else brief(self.where)
         return f"{where}: {value}{self.message}{origin}"
 
+    @classmethod
+    def told(cls, line: str, *, where: str) -> "Problem":
+        """As another process has printed it; `where`: of a line that does not say where."""
+        said, colon, message = line.partition(": ")
+        return cls(where=said if colon else where, value=None, message=message if colon else line)
+
 
 def brief(value: Any, *, most: int = 200) -> str:
     """A value as an error quotes it: one line, and no longer than a person reads."""

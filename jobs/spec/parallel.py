@@ -87,12 +87,12 @@ class Layout:
     schedule: Schedule = "1f1b"
     virtual_stages: int = 1  # pipeline stages per rank
     recompute: Recompute = "none"
-    # What dp_shard shards: 1 optimizer state; 2 gradients too, parameters stay gathered from the first forward
-    # to the last backward; 3 parameters too, gathered unit by unit and dropped after each use.
+    # What dp_shard shards: 1 optimizer state; 2 gradients too, once they are reduced; 3 parameters too, gathered unit
+    # by unit and dropped after each use.
     zero_stage: ZeroStage = 3
-    layers_per_unit: int = 1  # consecutive layers that FSDP gathers together
+    layers_per_unit: int = 1  # consecutive layers that are gathered and reduced together
     # zero_stage 2 and 3: reduce gradients after every microbatch instead of once per step, so that no whole
-    # float32 gradients are held in between.
+    # float32 gradients are held in between. Without it, and with several microbatches, 2 is as 1.
     reduce_every_microbatch: bool = False
     cp_method: CpMethod = "ring"  # how keys and values reach all cp ranks
 
@@ -114,7 +114,18 @@ class Layout:
 
     @property
     def reshard_after_forward(self) -> bool:
+        """FSDP2's name for it."""
         return self.zero_stage == 3
+
+    @property
+    def shards_weights(self) -> bool:
+        return self.zero_stage == 3 and self.dims.fsdp > 1
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Each microbatch's are reduced at once, and only this rank's shard of the sum is held."""
+        return self.zero_stage > 1 and self.dims.fsdp > 1 and (self.reduce_every_microbatch or
+                                                               self.num_microbatches == 1)
 
     @property
     def slots(self) -> int:

@@ -27,6 +27,7 @@ NUMBERS = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16
 BYTES = {"uint8": 1, "int8": 1, "int16": 2, "uint16": 2, "int32": 4, "int64": 8}
 TEXT_VOCABULARY = 256  # text that is not tokenized beforehand is read as bytes
 LONGEST_PERIOD = 2**16  # samples after which the order of a mixture's sources repeats
+TRAINED, VALIDATED = "data", "training.validation.data"  # places in the config of what a run reads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,16 +141,24 @@ def _refusal(tokens: Path, message: str) -> SpecError:
 
 
 # ------------------------------------------------------------------ a run's sources
-def named_sources(data: DataSpec) -> list[tuple[str, SourceSpec]]:
+def all_data(data: DataSpec | None, training: TrainingSpec | None) -> dict[str, DataSpec]:
+    """What a run reads, by its place in the config."""
+    validation = training and training.validation
+    found = {TRAINED: data, VALIDATED: validation and validation.data}
+    return {at: one for at, one in found.items() if one is not None}
+
+
+def named_sources(datasets: dict[str, DataSpec]) -> list[tuple[str, SourceSpec]]:
     """Each source with its place in the config."""
-    prefixes = ["data"] if data.path is not None else [f"data.sources[{i}]" for i in range(len(data.sources))]
-    return list(zip(prefixes, data.all_sources, strict=True))
+    return [(at if data.path is not None else f"{at}.sources[{i}]", source)
+            for at, data in datasets.items() for i, source in enumerate(data.all_sources)]
 
 
-def with_token_files(data: DataSpec, folder: Path) -> DataSpec:
-    """`data` as the ranks read it: what is text lies tokenized in `folder`."""
+def with_token_files(data: DataSpec, folder: Path, *, at: str = TRAINED) -> DataSpec:
+    """`data`, of this place, as the ranks read it: what is text lies tokenized in `folder`."""
+    name = "tokens" if at == TRAINED else "validation"
     sources = [source if is_token_file(source.path) else
-               dataclasses.replace(source, path=str(folder / f"tokens-{i}.bin"))
+               dataclasses.replace(source, path=str(folder / f"{name}-{i}.bin"))
                for i, source in enumerate(data.all_sources)]
     return dataclasses.replace(data, path=None, sources=sources)
 
@@ -171,43 +180,63 @@ def whole_shares(weights: tuple[float, ...]) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def fit_problems(data: DataSpec, infos: dict[str, TokensInfo | None], *, vocab_size: int,
+def fit_problems(datasets: dict[str, DataSpec], infos: dict[str, TokensInfo | None], *, vocab_size: int,
                  training: TrainingSpec) -> list[Problem]:
     """What is wrong between sources and training. `infos` by the source's place in the config; None: text that is not
     tokenized yet, of which only the vocabulary is known."""
-    shares = whole_shares(tuple(source.weight for source in data.all_sources))
-    found = _foreign_tokens(data, infos)
-    for (where, source), share in zip(named_sources(data), shares):
-        info = infos[where]
-        vocabulary = TEXT_VOCABULARY if info is None else info.vocab_size
-        if vocabulary is not None and vocabulary > vocab_size:
-            found.append(Problem(where="model.vocab_size", value=vocab_size, message=f"is below the vocabulary of "
-                                 f"{vocabulary:,} tokens of {source.path}; raise it, or tokenize otherwise"))
-        if info is None:
-            continue
-        sequences = num_sequences(info, seq_len=training.seq_len)
-        if sequences < 1:
-            found.append(Problem(where=f"{where}.path", value=source.path, message=f"holds {info.num_tokens:,} tokens, "
-                                 f"less than one sequence: training.seq_len={training.seq_len} needs one more than "
-                                 "itself; shorten it, or give more data"))
-        elif data.max_epochs is not None:
-            epochs = training.steps * training.global_batch_size * share / sum(shares) / sequences
-            if epochs > data.max_epochs:
-                found.append(Problem(where="data.max_epochs", value=data.max_epochs, message=f"is less than the "
-                                     f"{epochs:.2f} epochs of {source.path} that training.steps={training.steps} take; "
-                                     "raise it, train fewer steps, or give the source less weight"))
+    found = _foreign_tokens(datasets, infos)
+    for at, data in datasets.items():
+        counts = whole_shares(tuple(source.weight for source in data.all_sources))
+        for (where, source), count in zip(named_sources({at: data}), counts):
+            info = infos[where]
+            vocabulary = TEXT_VOCABULARY if info is None else info.vocab_size
+            if vocabulary is not None and vocabulary > vocab_size:
+                found.append(Problem(where="model.vocab_size", value=vocab_size, message=f"is below the vocabulary of "
+                                     f"{vocabulary:,} tokens of {source.path}; raise it, or tokenize otherwise"))
+            if info is None:
+                continue
+            share = Fraction(count, sum(counts))
+            if problem := (_too_short(where, source, info, training) or
+                           _too_often(at, data, source, info, training, share=share)):
+                found.append(problem)
     return found
 
 
-def _foreign_tokens(data: DataSpec, infos: dict[str, TokensInfo | None]) -> list[Problem]:
+def _too_short(where: str, source: SourceSpec, info: TokensInfo, training: TrainingSpec) -> Problem | None:
+    if num_sequences(info, seq_len=training.seq_len) >= 1:
+        return None
+    return Problem(where=f"{where}.path", value=source.path, message=f"holds {info.num_tokens:,} tokens, less than one "
+                   f"sequence: training.seq_len={training.seq_len} needs one more than itself; shorten it, or give more "
+                   "data")
+
+
+def _too_often(at: str, data: DataSpec, source: SourceSpec, info: TokensInfo, training: TrainingSpec, *,
+               share: Fraction) -> Problem | None:
+    """`share`: of the source in all samples."""
+    held, size = num_sequences(info, seq_len=training.seq_len), training.global_batch_size
+    steps, asked = training.steps, f"training.steps={training.steps}"
+    if at == VALIDATED:
+        steps = training.validation.batches
+        asked, wanted = f"training.validation.batches={steps}", math.ceil(steps * size * share)
+        if wanted > held:
+            return Problem(where="training.validation.batches", value=steps, message=f"of {size} sequences of "
+                           f"{training.seq_len} tokens take {wanted:,} sequences of {source.path}, which holds {held:,} "
+                           f"({info.num_tokens:,} tokens); try {int(held / share) // size}, or give more data")
+    if data.max_epochs is not None and (epochs := float(steps * size * share / held)) > data.max_epochs:
+        return Problem(where=f"{at}.max_epochs", value=data.max_epochs, message=f"is less than the {epochs:.2f} epochs "
+                       f"of {source.path} that {asked} take; raise it, take fewer, or give the source less weight")
+    return None
+
+
+def _foreign_tokens(datasets: dict[str, DataSpec], infos: dict[str, TokensInfo | None]) -> list[Problem]:
     """Sources whose tokens mean something else than the first one's. Of a file that does not say, nothing is known."""
-    tokenizers = {where: "bytes" if infos[where] is None else infos[where].tokenizer
-                  for where, _ in named_sources(data)}
+    named = named_sources(datasets)
+    tokenizers = {where: "bytes" if infos[where] is None else infos[where].tokenizer for where, _ in named}
     first = next(filter(None, tokenizers.values()), None)
     return [Problem(where=f"{where}.path", value=source.path, message=f"is made with another tokenizer "
                     f"({tokenizers[where]}) than the sources before it ({first}): the same number would mean different "
                     "text; tokenize all of them with one")
-            for where, source in named_sources(data) if tokenizers[where] not in (None, first)]
+            for where, source in named if tokenizers[where] not in (None, first)]
 
 
 def num_sequences(info: TokensInfo, *, seq_len: int) -> int:

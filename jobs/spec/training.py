@@ -63,6 +63,15 @@ class OptimizerSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ValidationSpec:
+    """The loss on data that is not trained on, always of the same batches, and after the last step, too."""
+
+    data: DataSpec
+    interval_steps: int = 100
+    batches: int = 10  # of global_batch_size sequences; a sequence is used once
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingSpec:
     steps: int
     seq_len: int
@@ -76,6 +85,7 @@ class TrainingSpec:
     compile: bool = False  # torch.compile of each layer: a first step of many seconds, and fewer and larger kernels
     z_loss: float = 0.0  # weight of the mean of log²(Σ exp(logits)) in the loss (PaLM, arXiv:2204.02311, §5: 1e-4)
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
+    validation: ValidationSpec | None = field(default=None, hash=False)  # a DataSpec has no hash; the planner needs one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -142,13 +142,13 @@ def _per_gpu(values: Sequence[float | None], form: str) -> str:
 
 def _checkpoints(events: Sequence[Event], *, run_dir: RunDir) -> Text:
     text = Text.assemble(("checkpoints  ", "bold"))
-    committed = _all(events, CheckpointCommitted)
+    committed, on_disk = _all(events, CheckpointCommitted), run_dir.committed_steps()
+    kept = ", ".join(map(str, on_disk)) or "none"
     if not committed and (saved := _last(events, CheckpointSaved)):
         return text.append(f"its trainer's own; the newest holds step {saved.step}, since {_clock(saved.t)}")
     if not committed:
-        return text.append("none committed yet")
+        return text.append(f"on disk: {kept}; the history does not tell of them" if on_disk else "none committed yet")
     newest = committed[-1]
-    kept = ", ".join(map(str, run_dir.committed_steps())) or "none"
     text.append(f"newest step {newest.step} at {_clock(newest.t)}, {newest.size_bytes / GIB:.3f} GiB, saved in "
                 f"{newest.save_s:.2f} s; committed {len(committed)}, on disk: {kept}")
     for skipped in _all(events, CheckpointSkipped):
@@ -179,8 +179,11 @@ def _goodput(ledger: Goodput) -> RenderableType:
 
 
 def _wandb(summary: RunSummary, *, run_dir: RunDir) -> Text:
-    if summary.wandb.id is None and summary.state != "pending":
+    if summary.wandb.dir is None:
         return Text.assemble(("W&B          ", "bold"), "off: wandb.mode is disabled")
+    if summary.wandb.id is None and summary.state != "pending":
+        return Text.assemble(("W&B          ", "bold"), "unknown: the history, which names its run, does not; what was "
+                             f"written lies in {summary.wandb.dir}")
     place = wandb_location(run_dir, run_id=summary.wandb.id)
     text = Text.assemble(("W&B          ", "bold"), f"run {place['id'] or 'not started'} in {place['dir']}")
     text.append(f"\n  open       {place['how_to_open']}")

@@ -39,11 +39,14 @@ class Sharding(NamedTuple):
 class Rest(NamedTuple):
     """What data parallelism does on the mean pipeline rank."""
 
-    reduce_s: float  # all gradients once
+    scatter_s: float  # all gradients once, over shards
+    sum_s: float  # all gradients once, over replicas
     gather_s: float  # all weights once
-    reduce_edge_s: float  # one collective of each, which has nothing to hide behind
+    scatter_edge_s: float  # one collective of each, which has nothing to hide behind
+    sum_edge_s: float
     gather_edge_s: float
-    reduce_layer_s: float  # the same of a unit of one layer, which every virtual stage has at least
+    scatter_layer_s: float  # the same of a unit of one layer, which every virtual stage has at least
+    sum_layer_s: float
     gather_layer_s: float
     update_s: float  # optimizer, and the host between steps
     # the share of the weights that stays gathered from a forward to the backward that begins behind it: the last unit,
@@ -115,14 +118,20 @@ class Bounds:
 
     def _added_s(self, rest: Rest, pp: int, zero_stage: int, each: bool, variant: Variant, one: Pass) -> float:
         m, stages = variant.num_microbatches, variant.virtual_stages
-        every = m if each else 1
+        scatters = m if each else 1
+        sums = scatters if zero_stage == 3 else 1
         if self.question.cluster.device == "cpu":  # nothing hides
             passes = (2 - rest.kept) * m if zero_stage == 3 and pp == 1 else 1
-            return ROUNDING * (every * rest.reduce_s + passes * rest.gather_s + rest.update_s)
+            return ROUNDING * (scatters * rest.scatter_s + sums * rest.sum_s + passes * rest.gather_s + rest.update_s)
         forward_s, backward_s = (seconds / pp for seconds in self._covers(one)[:2])
-        reduce_edge_s = max(rest.reduce_edge_s, stages * rest.reduce_layer_s)
+        scatter_edge_s = max(rest.scatter_edge_s, stages * rest.scatter_layer_s)
+        sum_edge_s = max(rest.sum_edge_s, stages * rest.sum_layer_s)
         gather_edge_s = max(rest.gather_edge_s, stages * rest.gather_layer_s)
-        found = every * _beyond(rest.reduce_s, backward_s, reduce_edge_s)
+        if each:  # sums hide behind the last microbatch's backward
+            found = (scatters * _beyond(rest.scatter_s, backward_s, scatter_edge_s)
+                     + _beyond(sums * rest.sum_s, backward_s, sum_edge_s))
+        else:
+            found = _beyond(rest.scatter_s + rest.sum_s, backward_s, max(scatter_edge_s, sum_edge_s))
         if zero_stage == 3 and pp == 1:
             found += m * (_beyond(rest.gather_s, forward_s, gather_edge_s)
                           + _beyond((1 - rest.kept) * rest.gather_s, backward_s, gather_edge_s))
@@ -232,11 +241,10 @@ class Bounds:
                        for layer, _ in self._counts)
         last = ends_params(self.model, tp=dims.tp, first=False, last=True) + layers_per_unit * heaviest
         update_s = optimizer_s(self._weights(dims.tp) / (dims.pp * dims.fsdp), chip=self._chip)
-        reduce_edge_s, gather_edge_s = edge * max(scatter_s, sum_s), edge * gather_s
-        return Rest(reduce_s=units * (scatter_s + sum_s), gather_s=units * gather_s,
-                    reduce_edge_s=reduce_edge_s, gather_edge_s=gather_edge_s,
-                    reduce_layer_s=reduce_edge_s / layers_per_unit, gather_layer_s=gather_edge_s / layers_per_unit,
-                    update_s=update_s + constants.STEP_OVERHEAD_S[self._chip.device], kept=min(1.0, last / weights))
+        edges = [edge * seconds for seconds in (scatter_s, sum_s, gather_s)]
+        return Rest(*(units * seconds for seconds in (scatter_s, sum_s, gather_s)), *edges,
+                    *(seconds / layers_per_unit for seconds in edges),
+                    update_s + constants.STEP_OVERHEAD_S[self._chip.device], min(1.0, last / weights))
 
     def _lightest_unit(self, tp: int) -> int:
         """Dense weights of the lightest layer on one tp rank."""

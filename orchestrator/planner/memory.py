@@ -77,11 +77,6 @@ class _Shards:
         self.shard = -(-weights.dense // dims.fsdp) - (-weights.experts // expert_shards(dims))
 
 
-def _whole_weights(layout: Layout) -> bool:
-    """Every rank computes with whole weights: ZeRO-1, or nothing to shard over."""
-    return layout.zero_stage == 1 or layout.dims.fsdp == 1
-
-
 def _states(layout: Layout, *, training: TrainingSpec, shards: _Shards, software: Software) -> tuple[int, int]:
     """Bytes of parameters and of gradients that live through the whole step."""
     element = DTYPE_BYTES[training.param_dtype]
@@ -92,24 +87,25 @@ def _states(layout: Layout, *, training: TrainingSpec, shards: _Shards, software
         return element * shards.whole, software.gradient_bytes * gradients
     sharded = MASTER_BYTES * shards.shard
     whole = DTYPE_BYTES[training.reduce_dtype] * shards.whole
-    if _whole_weights(layout):
+    if layout.shards_gradients:
+        return sharded, sharded
+    if not layout.shards_weights:
         # in the messages that will be reduced: float32 while microbatches are summed
         return sharded, max(sharded, MASTER_BYTES * shards.whole if layout.num_microbatches > 1 else whole)
     # Gradients are reduced with the last microbatch, so until then a rank sums the unsharded gradients of its
     # stage (torch's pipeline stages do the same, even of one). The shards replace them unit by unit: the larger counts.
-    accumulates = (layout.num_microbatches > 1 or layout.dims.pp > 1) and not layout.reduce_every_microbatch
-    return sharded, max(sharded, whole) if accumulates else sharded
+    return sharded, max(sharded, whole)
 
 
 def _second_halves_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSpec, rank: int,
                          software: Software) -> int:
     """Of gradients that the second half of a split backward has added, in param_dtype: all of its stage, before they
-    are moved to the sums. Under FSDP the next first half moves them, and other stages' are there as well."""
+    are moved to the sums."""
     split = layout.dims.pp > 1 and layout.schedule in ZERO_BUBBLE_SCHEDULES and layout.recompute == "none"
-    if not split or layout.reduce_every_microbatch or software != OURS:
+    if not split or software != OURS:
         return 0
-    stages = [stage_weights(model, layout, stage).total for stage in layout.stages(rank)]
-    return DTYPE_BYTES[training.param_dtype] * (max(stages) if _whole_weights(layout) else sum(stages))
+    return DTYPE_BYTES[training.param_dtype] * max(stage_weights(model, layout, stage).total
+                                                   for stage in layout.stages(rank))
 
 
 def _optimizer_bytes(layout: Layout, *, shards: _Shards, training: TrainingSpec, software: Software) -> int:
@@ -129,17 +125,15 @@ def _gathered_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSpec,
         return 0, 0  # counted as parameters
     element = DTYPE_BYTES[training.param_dtype]
     whole = rank_weights(model, layout, rank).total
-    if _whole_weights(layout):
+    if not layout.shards_weights:
         # 16-bit copies beside the masters; float32 masters are rows of the whole weights themselves
         shard = _Shards(rank_weights(model, layout, rank), layout).shard
         return element * whole if element < MASTER_BYTES else element * (whole - shard), 0
     unit, _ = _largest_unit(model, layout, rank)
-    if not layout.reshard_after_forward or dims.fsdp == 1 or dims.pp > 1 or layout.schedule in ZERO_BUBBLE_SCHEDULES:
-        # FSDP copies even what it need not gather. Under a pipeline torch leaves every unit unsharded from one
-        # microbatch's backward to the next forward: at the peak the whole stage is gathered. Where that is behind the
-        # first forward, the message of the last gather is still there.
-        first = dims.pp == 1 and (layout.num_microbatches == 1 or layout.reduce_every_microbatch)
-        return element * (whole + unit * first), 0
+    if dims.pp > 1:
+        # torch leaves every unit unsharded from one microbatch's backward to the next forward: at the peak the whole
+        # stage is gathered
+        return element * whole, 0
     ends = ends_params(model, tp=dims.tp, first=True, last=True)  # they are gathered with a unit of layers
     together = min(whole, unit + ends)
     return element * together, element * min(whole - together, (GATHERED_UNITS - 1) * unit)
@@ -160,9 +154,11 @@ def _reduction_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSpec
         return 0
     unit, ends = (DTYPE_BYTES[training.reduce_dtype] * weights for weights in _largest_unit(model, layout, rank))
     summed_there = training.param_dtype != "float32" and training.reduce_dtype == "float32"  # else in place, before
-    if _whole_weights(layout) and (layout.num_microbatches == 1 or summed_there):
+    if layout.shards_gradients:
+        return unit
+    if not layout.shards_weights and (layout.num_microbatches == 1 or summed_there):
         return 0
-    if layout.num_microbatches == 1 or layout.reduce_every_microbatch:
+    if layout.num_microbatches == 1:
         return unit
     layers = sum(layout.layers_per_stage[stage] for stage in layout.stages(rank))
     others = max(0, layers - layout.layers_per_unit)  # a unit's own activations are gone before it is reduced

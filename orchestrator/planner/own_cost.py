@@ -148,7 +148,7 @@ class _Stage:
         share = 1 / max(1, sum(n for _, n, _ in units))  # of the compute that one unit may hide behind
         for params, n, kept in units:
             there = share * n
-            if layout.zero_stage == 1:
+            if layout.zero_stage < 3:
                 self._add("dp_shard", "all_gather", "weights", element * params, times=n,
                           hidden_s=there * self.forward_s)
             else:
@@ -159,8 +159,8 @@ class _Stage:
                           phase="backward", hidden_s=there * backwards * self.backward_s)
             hides = reduction | {"hidden_s": there * reduction["hidden_s"]}
             self._add("dp_shard", "reduce_scatter", "gradients", reduced * params, times=n * often, **hides)
-            self._add("dp_replicate", "all_reduce", "gradients", reduced * params / layout.dims.fsdp, times=n * often,
-                      **hides)
+            self._add("dp_replicate", "all_reduce", "gradients", reduced * params / layout.dims.fsdp,
+                      times=n * (often if layout.zero_stage == 3 else 1), **hides)
 
     def _once_over_tp(self, pieces: tuple[Piece, ...]) -> None:
         """The loss of split logits, and the gradients of what every tp rank holds whole."""

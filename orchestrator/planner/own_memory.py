@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, replace
 
 from jobs.spec.own_model import Measured, OwnModel, OwnProfile, Piece
-from jobs.spec.parallel import ZERO_BUBBLE_SCHEDULES, Layout
+from jobs.spec.parallel import Layout
 from jobs.spec.training import DTYPE_BYTES, TrainingSpec
 from orchestrator.cluster import ClusterSpec
 from orchestrator.planner.memory import ADAM_BYTES, GATHERED_UNITS, MASTER_BYTES
@@ -52,9 +52,10 @@ def stage_memory(question: OwnQuestion, layout: Layout, rank: int) -> StageMemor
     whole = sum(piece.params for of_stage in pieces for piece in of_stage)
     shard = -(-whole // dims.fsdp)
     reduced = DTYPE_BYTES[training.reduce_dtype] * whole
-    replicated = layout.zero_stage == 1 or dims.fsdp == 1
+    replicated = not layout.shards_weights
     accumulates = layout.num_microbatches > 1 and not layout.reduce_every_microbatch
-    gradients = max(MASTER_BYTES * shard, reduced) if replicated or accumulates else MASTER_BYTES * shard
+    whole_gradients = accumulates or replicated and not layout.shards_gradients
+    gradients = max(MASTER_BYTES * shard, reduced) if whole_gradients else MASTER_BYTES * shard
     kept = sum(n * _kept(measured, layout, stage) for n, stage in zip(held, stages))
     again = max((measured.blocks[i].saved - _kept_of(measured.blocks[i], layout, hidden=measured.hidden)
                  for stage in stages for i in layout.layers(stage)), default=0.0)  # of the block being recomputed
@@ -89,7 +90,7 @@ def _gathered_bytes(pieces: list[tuple[Piece, ...]], layout: Layout, *, whole: i
                     replicated: bool) -> int:
     if replicated:
         return element * whole if element < MASTER_BYTES else element * (whole - shard)
-    if not layout.reshard_after_forward or layout.dims.pp > 1 or layout.schedule in ZERO_BUBBLE_SCHEDULES:
+    if layout.dims.pp > 1:
         return element * whole
     largest = layout.layers_per_unit * max(piece.params for of_stage in pieces for piece in of_stage)
     return element * min(whole, GATHERED_UNITS * largest + pieces[0][0].params + pieces[-1][-1].params)

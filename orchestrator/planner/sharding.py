@@ -15,12 +15,12 @@ from orchestrator.planner.weights import ends_params, layer_weights
 def gather_passes(layout: Layout, *, stage: int) -> tuple[int, int]:
     """In how many forwards and backwards of a step FSDP has to gather a unit of `stage`.
 
-    Without resharding in the first forward only. With it in every one of both; under a pipeline torch keeps
-    units gathered from one microbatch's backward to the next forward, so only forwards that do not follow a backward
-    gather, and of the backwards those that follow a forward."""
+    Under zero_stage=3 in every one of both; under a pipeline torch keeps units gathered from one microbatch's backward
+    to the next forward, so only forwards that do not follow a backward gather, and of the backwards those that follow a
+    forward. Else in none: weights are gathered after the update."""
     m, pp = layout.num_microbatches, layout.dims.pp
-    if not layout.reshard_after_forward:
-        return 1, 0
+    if layout.zero_stage < 3:
+        return 0, 0
     if layout.num_stages == 1:
         return m, m
     return _pipelined_gathers(layout.schedule, stage=stage, pp=pp, virtual_stages=layout.virtual_stages,
@@ -55,8 +55,8 @@ def _pipelined_gathers(schedule: Schedule, *, stage: int, pp: int, virtual_stage
 
 def data_parallel(book: Book) -> None:
     """Over fsdp = dp_shard·cp gather parameters and scatter gradients; over dp_replicate then all-reduce the shard of
-    the gradient (HSDP). Units: layers_per_unit layers, the embedding, norm with output. ZeRO-1 gathers after the
-    update instead. Experts are shared by fewer ranks, edp, and have their own."""
+    the gradient (HSDP). Units: layers_per_unit layers, the embedding, norm with output. ZeRO-1 and 2 gather after
+    the update instead. Experts are shared by fewer ranks, edp, and have their own."""
     model, dims, layers = book.model, book.dims, book.layers
     ends = ends_params(model, tp=dims.tp, first=book.first, last=book.last)
     together = book.first and book.last and model.tie_embeddings  # one unit, with which backward begins
@@ -84,7 +84,7 @@ def _unit(book: Book, what: str, params: float, *, units: int, kept: int, group:
     layout, ranks = book.layout, max(1, book.group(group).ranks)
     messages = _tensors(model=book.model) if book.software.collectives_by_tensor else 1
     gather = {"payload_bytes": book.element * params, "group": group, "messages": messages}
-    if layout.zero_stage == 1:
+    if layout.zero_stage < 3:
         book.add("dp_shard", "all_gather", f"{what}: weights", times=units, **gather)
     else:
         forwards, backwards = gather_passes(layout, stage=book.stage)
@@ -97,7 +97,7 @@ def _unit(book: Book, what: str, params: float, *, units: int, kept: int, group:
     book.add("dp_shard", "reduce_scatter", f"{what}: gradients", payload_bytes=book.reduced * params, group=group,
              times=units * often, phase="backward" if often > 1 else "step", messages=messages)
     book.add("dp_replicate", "all_reduce", f"{what}: gradients", payload_bytes=book.reduced * params / ranks,
-             times=units * often, messages=messages)
+             times=units * (often if layout.zero_stage == 3 else 1), messages=messages)
 
 
 def _tensors(*, model: ModelSpec) -> int:

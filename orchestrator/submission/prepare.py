@@ -18,7 +18,8 @@ from typing import TextIO
 from jobs.spec.load import Problem, SpecError, from_dict, to_dict
 from jobs.spec.model import ModelSpec
 from jobs.spec.rundir import RunDir
-from jobs.spec.tokens import TokensInfo
+from jobs.spec.tokens import TokensInfo, all_data
+from jobs.spec.training import DataSpec
 from orchestrator.config import RunConfig, to_yaml
 from orchestrator.datasets import data_problems, record_files, refuse_changed_files
 from orchestrator.planner.page import write_page
@@ -73,8 +74,8 @@ def exclusive(run_dir: RunDir) -> Iterator[TextIO]:
 def submit(config: RunConfig, run_dir: RunDir, executor: Executor, submissions: TextIO) -> str:
     """Hand the run to the executor and record the submission; returns the job id. Raises SubmissionError, and SpecError
     if the run's data is not what it was."""
-    if config.data is not None:
-        refuse_changed_files(config.data, run_dir.data)
+    if datasets := all_data(config.data, config.training):
+        refuse_changed_files(datasets, run_dir.data)
     request = assemble_request(config)
     submitted = time.time()
     job_id = executor.submit(request, run_dir.path)
@@ -98,23 +99,25 @@ def _fill(run_dir: RunDir, config: RunConfig, plan: Plan | None) -> None:
         run_dir.plan.write_text(json.dumps(plan_json(plan), indent=1) + "\n")
         if isinstance(config.model, ModelSpec):  # the page varies what an own model has measured figures of no more
             write_page(run_dir.plan_page, plan, config, searching=False)
-    if config.data is not None:
-        _make_tokens(run_dir, config)
+    if datasets := all_data(config.data, config.training):
+        _make_tokens(run_dir, config, datasets)
 
 
-def _make_tokens(run_dir: RunDir, config: RunConfig) -> None:
+def _make_tokens(run_dir: RunDir, config: RunConfig, datasets: dict[str, DataSpec]) -> None:
     """Of what is text, in a process of its own: what that needs of the jobs package is not the orchestrator's to
     import."""
     run_dir.data.mkdir()
     spec = run_dir.data / "data.json"
-    spec.write_text(json.dumps(to_dict(config.data)) + "\n")
+    spec.write_text(json.dumps(to_dict(datasets)) + "\n")
     done = subprocess.run([sys.executable, "-m", "jobs.tokens", str(spec), str(run_dir.data)], capture_output=True,
                           text=True)
+    if done.returncode == 2:
+        raise SpecError([Problem.told(line, where="data") for line in done.stderr.splitlines()])
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"jobs.tokens ended with code {done.returncode}"]
+        lines = done.stderr.splitlines() or [f"jobs.tokens ended with code {done.returncode}"]
         raise SpecError([Problem(where="data", value=None, message=lines[-1])])
     made = {where: from_dict(TokensInfo, info) for where, info in json.loads(done.stdout).items()}
     if problems := data_problems(config.data, vocab_size=config.model and config.model.vocab_size,
                                  training=config.training, made=made):
         raise SpecError(problems)
-    record_files(config.data, run_dir.data)
+    record_files(datasets, run_dir.data)

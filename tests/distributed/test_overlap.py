@@ -50,7 +50,7 @@ class Order(TorchDispatchMode):
 REDUCTIONS = {
     "replicas": (dict(dp_replicate=2), "sum", TINY.num_layers),
     "ZeRO-1": (dict(dp_shard=2, zero_stage=1), "scatter", TINY.num_layers),
-    "ZeRO-2": (dict(dp_shard=2, zero_stage=2), "scatter", TINY.num_layers - 1),
+    "ZeRO-2": (dict(dp_shard=2, zero_stage=2), "scatter", TINY.num_layers),
     "ZeRO-3": (dict(dp_shard=2), "scatter", TINY.num_layers - 1),
 }
 

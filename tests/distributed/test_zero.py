@@ -26,6 +26,7 @@ FAST = {
     "ZeRO-3": (dict(dp_shard=2, zero_stage=3), TINY),
     "ZeRO-1, tied, uneven rows": (dict(dp_shard=3, zero_stage=1, microbatch_size=1),
                                   dataclasses.replace(UNEVEN, tie_embeddings=True)),
+    "ZeRO-2, reduced every microbatch": (dict(dp_shard=2, zero_stage=2, reduce_every_microbatch=True), TINY),
     "ZeRO-3, reduced every microbatch": (dict(dp_shard=2, reduce_every_microbatch=True), TINY),
 }
 SLOW = {
@@ -36,10 +37,16 @@ SLOW = {
     "ZeRO-3, units of three layers": (dict(dp_shard=2, zero_stage=3, layers_per_unit=3), TINY),
     "ZeRO-3, one unit of all layers, tied": (dict(dp_shard=2, zero_stage=3, layers_per_unit=4), TIED),
     "ZeRO-3, units of two layers, recompute full": (dict(dp_shard=2, layers_per_unit=2, recompute="full"), TINY),
-    "ZeRO-2, reduced every microbatch": (dict(dp_shard=2, zero_stage=2, reduce_every_microbatch=True), TINY),
+    "ZeRO-2, reduced every microbatch, tied, uneven rows": (dict(
+        dp_shard=3, zero_stage=2, microbatch_size=1, reduce_every_microbatch=True),
+        dataclasses.replace(UNEVEN, tie_embeddings=True)),
     "ZeRO-1 and replicas": (dict(dp_shard=2, dp_replicate=2, zero_stage=1), TINY),
     "ZeRO-2 and replicas": (dict(dp_shard=2, dp_replicate=2, zero_stage=2), TINY),
     "ZeRO-3 and replicas": (dict(dp_shard=2, dp_replicate=2, zero_stage=3), TINY),
+    "ZeRO-2 and replicas, reduced every microbatch": (dict(dp_shard=2, dp_replicate=2, zero_stage=2, microbatch_size=1,
+                                                           reduce_every_microbatch=True), TINY),
+    "ZeRO-2 and tp, reduced every microbatch": (dict(dp_shard=2, tp=2, zero_stage=2, reduce_every_microbatch=True),
+                                                TINY),
     "ZeRO-3 and replicas, reduced every microbatch": (dict(dp_shard=2, dp_replicate=2, microbatch_size=1,
                                                            reduce_every_microbatch=True), TINY),
     "ZeRO-1, one microbatch": (dict(dp_shard=2, zero_stage=1, microbatch_size=4), TINY),
@@ -54,6 +61,12 @@ SLOW = {
     "ZeRO-2 and pp, reduced every microbatch": (dict(dp_shard=2, pp=2, zero_stage=2, reduce_every_microbatch=True),
                                                 TINY),
     "ZeRO-3 and pp, reduced every microbatch": (dict(dp_shard=2, pp=2, reduce_every_microbatch=True), TINY),
+    "ZeRO-2 and interleaved pp, reduced every microbatch": (dict(
+        dp_shard=2, pp=2, schedule="interleaved_1f1b", virtual_stages=2, zero_stage=2, reduce_every_microbatch=True),
+        TIED),
+    "ZeRO-2 and zero-bubble pp, recompute full, reduced every microbatch": (dict(
+        dp_shard=2, pp=2, schedule="interleaved_zero_bubble", virtual_stages=2, zero_stage=2, recompute="full",
+        reduce_every_microbatch=True), TINY),
     "ZeRO-3 and interleaved pp, reduced every microbatch": (dict(
         dp_shard=2, pp=2, schedule="interleaved_1f1b", virtual_stages=2, reduce_every_microbatch=True), TINY),
     "ZeRO-2 and zero-bubble pp, reduced every microbatch": (dict(
@@ -112,9 +125,9 @@ def now(parallel, model) -> dict[str, int]:
 HELD = {
     "replicas": (dict(dp_replicate=2), 1.0, 1.0, 1.0),
     "ZeRO-1": (dict(dp_shard=2, zero_stage=1), 1.0, 1.0, 0.5),
-    "ZeRO-2": (dict(dp_shard=2, zero_stage=2), 1.5, 1.0, 0.5),
+    "ZeRO-2": (dict(dp_shard=2, zero_stage=2), 1.0, 1.0, 0.5),
     "ZeRO-3": (dict(dp_shard=2), 0.5 + ENDS, 1.0, 0.5),
-    "ZeRO-2, reduced every microbatch": (dict(dp_shard=2, zero_stage=2, reduce_every_microbatch=True), 1.5, 0.5, 0.5),
+    "ZeRO-2, reduced every microbatch": (dict(dp_shard=2, zero_stage=2, reduce_every_microbatch=True), 1.0, 0.5, 0.5),
     "ZeRO-3, reduced every microbatch": (dict(dp_shard=2, reduce_every_microbatch=True), 0.5 + ENDS, 0.5, 0.5),
 }
 

@@ -227,6 +227,16 @@ def returning(*, vocab_size: int, seq_len: int) -> Any:
     return Small(vocab_size)
 
 
+def drawing(*, vocab_size: int, seq_len: int) -> tuple[nn.Module, dict]:
+    """Each block is drawn from a generator of its own, all of one seed."""
+    model = Small(vocab_size)
+    for block in model.blocks:
+        generator = torch.Generator().manual_seed(3)
+        for layer in (block.up, block.down):
+            nn.init.normal_(layer.weight, generator=generator)
+    return model, PLAN
+
+
 def altered(*, vocab_size: int, seq_len: int, what: str) -> tuple[nn.Module, dict]:
     """A module that no layout can take."""
     model = Small(vocab_size)
@@ -242,6 +252,11 @@ def altered(*, vocab_size: int, seq_len: int, what: str) -> tuple[nn.Module, dic
         model.table = torch.zeros(3)
     elif what == "scalar":
         model.head.gain = nn.Parameter(torch.tensor(1.0))
+    elif what == "scalars":
+        for block in model.blocks:
+            block.gain = nn.Parameter(torch.tensor(1.0))
+    elif what == "a generator of the time":
+        model.head.bias.data.normal_(generator=torch.Generator().manual_seed(time.perf_counter_ns()))
     elif what == "empty":
         model.head.extra = nn.Parameter(torch.ones(0, 3))
     elif what == "one memory":

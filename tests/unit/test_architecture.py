@@ -16,7 +16,7 @@ JOBS = [
      "jobs.hub_config", "jobs.pretended"),
     ("jobs.parallel", "jobs.optim", "jobs.checkpoint", "jobs.metrics", "jobs.export"),
     ("jobs.own",),
-    ("jobs.trainer",),
+    ("jobs.trainer", "jobs.validation"),
     ("jobs.train",),
     ("jobs.verify",),
     ("jobs.forkserver",),

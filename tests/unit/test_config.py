@@ -25,7 +25,7 @@ REFUSALS = [
     ("wrong choice", "", ["parallel.schedule=zigzag"], ["parallel.schedule: 'zigzag'", "1f1b"]),
     ("not a degree", "", ["parallel.tp=all"], ["parallel.tp: 'all' is not a whole number", "auto"]),
     ("no such include", "", ["model=tinyy"], ["model: 'tinyy' has no file; did you mean 'tiny'? (command line)"]),
-    ("include is no name", "", ["model=5"], ["model: 5 must be the name of a file"]),
+    ("include is no name", "", ["model=5"], ["model: 5 must be the name of a file; quote one"]),
     ("override without =", "", ["parallel.tp"], ["command line: 'parallel.tp' is not key=value"]),
     ("missing data", "", ["data.path=/nowhere/at/all"], ["data.path: '/nowhere/at/all' does not exist"]),
     ("missing variable", "", ["data.path=${oc.env:ORC_SURELY_UNSET}"], ["data.path: cannot be resolved", "ORC_SURELY"]),
@@ -162,9 +162,28 @@ def test_a_command_needs_no_model(run_file: Path) -> None:
     assert load(run_file).command == ["python", "train.py"]
 
 
-@pytest.mark.parametrize("value", ["yes", "0777", "1e3", "12e4567", "1_0", "null-and-void"])
+WORDS = ["yes", "0777", "1e3", "12e4567", "1_0", "null-and-void", "on", "No", "0o7", "2026-11-30", "0x10", "true"]
+
+
+@pytest.mark.parametrize("value", WORDS)
 def test_what_is_written_for_a_name_is_the_name(run_file: Path, value: str) -> None:
-    assert load(run_file, [f"run={value}"]).run == value
+    assert load(run_file, [f"run={value}", f"wandb={{tags: [{value}]}}"]).wandb.tags == [value]
+    run_file.write_text(RUN.replace("try", value) + f"wandb: {{tags: [a, {value}], entity: {value}}}\n"
+                        f"command: [sh, {value}]\n")
+    config = load(run_file)
+    assert (config.run, config.wandb.entity, config.wandb.tags) == (value, value, ["a", value])
+    assert config.command == ["sh", value]
+
+
+def test_a_name_inside_of_a_list_and_behind_a_merge_is_what_is_written(run_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "no").write_text("text " * 2000)
+    run_file.write_text(RUN.replace('{path: "${python_stdlib:}"}', f"{{sources: [{{path: {tmp_path}/no, pattern: on}}]}}")
+                        + "wandb: {<<: {project: 1e3, mode: off}, entity: ~}\n")
+    message = refusal(run_file, [])
+    assert "wandb.mode: 'off'" in message and "(run.yaml:6)" in message
+    run_file.write_text(run_file.read_text().replace(", mode: off", ""))
+    config = load(run_file)
+    assert (config.wandb.project, config.wandb.entity, config.data.sources[0].pattern) == ("1e3", None, "on")
 
 
 def test_a_folder_may_have_a_hash_behind_a_space(run_file: Path, tmp_path: Path) -> None:

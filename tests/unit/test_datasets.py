@@ -8,6 +8,7 @@ import pytest
 from jobs.data.writer import TokenWriter
 from jobs.spec.load import SpecError
 from jobs.spec.rundir import RunDir
+from jobs.spec.tokens import all_data
 from jobs.spec.training import DataSpec, SourceSpec, TrainingSpec
 from orchestrator.datasets import FILES, absolute_data, data_problems, refuse_changed_files
 from orchestrator.load import load
@@ -105,7 +106,7 @@ def test_a_run_does_not_go_on_with_other_data(folder):
     run_file = training_run(folder, nodes=1, ranks=1, data={"path": str(folder / "good")})
     config = load(run_file, ["model.vocab_size=300"])
     run_dir = prepare(config, None)
-    refuse_changed_files(config.data, run_dir.data)
+    refuse_changed_files(all_data(config.data, config.training), run_dir.data)
     with TokenWriter(folder / "good.bin", dtype="uint16") as writer:  # as many tokens in as many documents
         writer.write(np.arange(1000) % 255, lengths=np.array([1000]), opens=np.array([True]))
         writer.commit(vocab_size=300, tokenizer="t", eod=None, inputs_sha256="")
@@ -117,10 +118,10 @@ def test_a_runs_own_token_file_may_move_with_its_directory(folder):
     run_file = training_run(folder, nodes=1, ranks=1, data={"path": str(folder / "some.txt")})
     config = load(run_file, [])
     moved = prepare(config, None).path.rename(folder / "moved")
-    refuse_changed_files(config.data, RunDir(moved).data)
+    refuse_changed_files(all_data(config.data, config.training), RunDir(moved).data)
     (RunDir(moved).data / FILES).write_text("{}")
     with pytest.raises(SpecError, match="does not say what the run began with"):
-        refuse_changed_files(config.data, RunDir(moved).data)
+        refuse_changed_files(all_data(config.data, config.training), RunDir(moved).data)
 
 
 def test_text_that_does_not_fit_is_refused_once_it_is_read(folder):
@@ -129,6 +130,14 @@ def test_text_that_does_not_fit_is_refused_once_it_is_read(folder):
     with pytest.raises(SpecError, match="holds 501 tokens, less than one sequence: training.seq_len=600"):
         prepare(config, None)
     assert not RunDir(config.run_dir).path.exists()
+
+
+def test_text_that_cannot_be_read_is_said_once_with_its_place(folder):
+    (folder / "nothing").mkdir()
+    config = load(training_run(folder, nodes=1, ranks=1, data={"path": str(folder / "nothing")}))
+    with pytest.raises(SpecError) as refused:
+        prepare(config, None)
+    assert str(refused.value).startswith(f"data.path: '{folder}/nothing' holds no file")
 
 
 def test_a_small_vocabulary_is_refused_where_the_run_is_read(folder):

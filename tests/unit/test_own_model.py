@@ -56,12 +56,17 @@ REFUSED = {
     "a frozen weight": ("altered", {"what": "frozen"}, ["head.weight is not trained", "make it a buffer"]),
     "a plain tensor": ("altered", {"what": "tensor"}, ["Small.table is a tensor", "register_buffer"]),
     "a scalar": ("altered", {"what": "scalar"}, ["head.gain is a scalar", "nn.Parameter(torch.ones(1))"]),
+    "a scalar in every block": ("altered", {"what": "scalars"}, [
+        "blocks.0.gain is a scalar, which cannot be cut over ranks; give it one dimension, as "
+        "nn.Parameter(torch.ones(1)) has (and 1 more like it)"]),
     "no elements": ("altered", {"what": "empty"}, ["head.extra has no elements, [0, 3]; leave it out"]),
     "a running mean by hand": ("running", {"once": False}, ["forward writes to buffer mean", "in no checkpoint"]),
     "two parameters of one memory": ("altered", {"what": "one memory"},
                                      ["head.weight and embedding.weight are two parameters of one memory"]),
     "a generator that nobody seeds": ("altered", {"what": "its own generator"},
                                       ["makes other weights each time", "np.random.default_rng"]),
+    "a generator seeded by the clock": ("altered", {"what": "a generator of the time"},
+                                        ["makes other weights each time", "torch.Generator"]),
     "numbers of the clock": ("altered", {"what": "the clock"}, ["makes other weights each time"]),
     "a lazy module": ("altered", {"what": "lazy"}, ["head.weight has no shape yet"]),
     "a copy that is written to": ("altered", {"what": "a copy written to"}, ["read-only", "own_models.py:"]),
@@ -74,7 +79,7 @@ REFUSED = {
                              ["'blocks.*.upp' (row) matches no module", "did you mean 'blocks.0.up'"]),
     "two patterns": ("restyled", {"styles": {"blocks.0.up": "row"}},
                      ["'blocks.0.up' is matched by 'blocks.*.up' (column) and by 'blocks.0.up' (row); leave one"]),
-    "a style of others": ("restyled", {"styles": {"blocks.*.norm": "column"}}, ["is a LayerNorm; column is for"]),
+    "a style of others": ("restyled", {"styles": {"blocks.*.norm": "column"}}, ["'blocks.0.norm' is a LayerNorm; column is for linear layers (and 1 more like it)"]),
     "two heads": ("restyled", {"styles": {"blocks.*.up": "head"}}, ["head is the style of more than one module"]),
     "silence in a split": ("restyled", {"styles": {"blocks.*": "split", "blocks.*.norm": None}},
                            ["'blocks.0.norm' lies in the split 'blocks.0' and has no style"]),
@@ -132,6 +137,13 @@ def test_weights_made_one_by_one_are_those_that_the_code_makes_of_the_same_draws
     for name in reversed(named):  # in whatever order they are asked for
         assert torch.equal(recipe.value(name), named[name]), name
     assert not torch.equal(build(own("initial"), seq_len=SEQ, seed=6)[2].value("mixed"), named["mixed"])
+
+
+def test_generators_of_one_seed_make_the_same_weights() -> None:
+    value = build(own("drawing"), seq_len=SEQ, seed=5)[2].value
+    assert torch.equal(value("blocks.0.up.weight"), value("blocks.1.up.weight"))
+    assert torch.equal(value("blocks.0.down.weight"), value("blocks.1.down.weight"))
+    assert not torch.equal(value("blocks.0.up.weight"), value("blocks.0.down.weight").T)
 
 
 def test_a_constructor_that_gives_the_same_each_time_is_measured() -> None:

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from jobs.spec.events import AgentLost, AttemptStarted, CheckpointSkipped, Diagnosis, RankError
-from jobs.spec.rundir import RunDir
+from jobs.spec.rundir import MANIFEST, RunDir
 from orchestrator.monitoring.progress import Progress, progress_line
 from orchestrator.monitoring.status import render_report, render_status, write_report
 from orchestrator.monitoring.summary import summarize
@@ -55,6 +55,14 @@ def test_status_of_a_run_without_gpus_shows_no_gpu_columns(tmp_path):
 def test_status_of_a_run_that_has_not_started(tmp_path):
     said = status_of([], tmp_path, job_state="pending")
     assert "demo  pending" in said and "none committed yet" in said and "not started" in said
+
+
+def test_status_without_a_history_says_what_the_disk_says(tmp_path):
+    folder = RunDir(tmp_path / "demo").checkpoint(20)
+    folder.mkdir(parents=True)
+    (folder / MANIFEST).write_text("{}")
+    said = status_of([], tmp_path, job_state="unknown")
+    assert "on disk: 20; the history does not tell of them" in said and "W&B          unknown" in said
 
 
 def test_status_says_unknown_and_what_to_do_when_the_supervisor_is_gone(tmp_path):

@@ -109,6 +109,7 @@ def test_the_result_does_not_depend_on_workers_or_pieces(tmp_path, monkeypatch):
     source, made = json_lines(tmp_path / "a.jsonl"), []
     for piece_bytes, workers in ((7, 1), (1000, 2), (10**6, 3)):
         monkeypatch.setattr(corpus, "PIECE_BYTES", piece_bytes)
+        (tmp_path / f"{piece_bytes}").mkdir()
         out = tokenized([source], tmp_path / f"{piece_bytes}" / "t.bin", "--workers", str(workers))
         made.append([(p.name, p.read_bytes()) for p in sorted(out.parent.iterdir())])
     assert made[0] == made[1] == made[2]
@@ -162,6 +163,7 @@ def test_a_bad_line_is_named_and_nothing_is_left(case, workers, tmp_path, capsys
     suffix, content, line, message = BAD[case]
     source = tmp_path / f"in{suffix}"
     source.write_bytes(content)
+    (tmp_path / "out").mkdir()
     assert command.main([str(source), "-o", str(tmp_path / "out" / "t"), "--workers", workers]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"orc: {source}:{line}: ") and message in said and "--skip-bad" in said
@@ -231,17 +233,19 @@ def test_wrong_arguments_are_refused(case, tmp_path):
     (tmp_path / "broken.txt.zst").write_bytes(b"not zst.")
     (tmp_path / "torn.txt.zst").write_bytes(zstandard.compress(b"x" * 10**5)[:-2])
     (tmp_path / "torn.txt.gz").write_bytes(gzip.compress(os.urandom(10**5))[:5000])
+    (tmp_path / "out").mkdir()
     done = run(*arguments, "-o", tmp_path / "out" / "t", cwd=tmp_path,
                env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])})
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
-    assert not (tmp_path / "out").exists() or list((tmp_path / "out").iterdir()) == []
+    assert list((tmp_path / "out").iterdir()) == []
 
 
-@pytest.mark.parametrize("prefix", ["", "out/"])
-def test_a_folder_is_no_prefix(prefix, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("prefix, said", [("", "is no prefix of files"), ("out/", "is no prefix of files"),
+                                          ("out/t", "lies in no folder: make out first")])
+def test_the_output_is_a_prefix_in_a_folder_that_exists(prefix, said, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert command.main([str(json_lines(tmp_path / "a.jsonl")), "-o", prefix]) == 2
-    assert "is no prefix of files" in capsys.readouterr().err and [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
+    assert said in capsys.readouterr().err and [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
 
 
 def test_several_special_tokens_need_a_choice(tokenizer_file, tmp_path, capsys):
@@ -278,6 +282,7 @@ def test_what_is_there_is_replaced_only_on_request(tmp_path, capsys):
 def endless(tmp_path):
     """A command in the middle of its work: its input is a pipe that never ends."""
     os.mkfifo(tmp_path / "in.jsonl")
+    (tmp_path / "out").mkdir()
     process = subprocess.Popen([sys.executable, "-m", "jobs.data.tokenize", str(tmp_path / "in.jsonl"), "-o",
                                 str(tmp_path / "out" / "t"), "--workers", "2"], stderr=subprocess.PIPE, text=True)
     pipe = os.open(tmp_path / "in.jsonl", os.O_WRONLY)
