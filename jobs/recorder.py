@@ -44,7 +44,7 @@ class Recorder:
             self._socket.sendall(encode(message))
 
     def progress(self, step: int, phase: str) -> None:
-        """Announce that this rank enters `phase` while computing update number `step` + 1."""
+        """Announce that this rank enters `phase`, `step` updates being completed."""
         self.step = step
         if self._socket is not None:
             self._socket.sendall(self._progress % (step, phase.encode(), time.time()))

@@ -4,10 +4,9 @@ Called before each attempt, with the nodes of the allocation in topology order a
 numbered node-major, so the innermost axis (tp) stays inside a node. Knows nothing of models or time.
 """
 from dataclasses import dataclass
-from typing import Any
 
 from jobs.spec.job import RankSlot
-from jobs.spec.load import Problem, SpecError, from_dict, to_dict
+from jobs.spec.load import Problem, SpecError
 from jobs.spec.parallel import Layout
 from orchestrator.cluster import ClusterSpec
 from orchestrator.planner.communication import axis_group
@@ -44,17 +43,6 @@ class Placement:
     def slots(self, node: str) -> tuple[RankSlot, ...]:
         """The ranks of one node, for its agent; empty for spares."""
         return tuple(RankSlot(rank=r.rank, local_rank=r.local_rank, gpu=r.gpu) for r in self.ranks if r.node == node)
-
-    def node_of(self, rank: int) -> str:
-        return self.ranks[rank].node
-
-    def to_dict(self) -> dict[str, Any]:
-        return to_dict(self)
-
-
-def placement_from_dict(data: dict[str, Any]) -> Placement:
-    """The inverse of Placement.to_dict. Raises SpecError naming every problem."""
-    return from_dict(Placement, data, origin="placement.json")
 
 
 def place(layout: Layout, *, cluster: ClusterSpec, nodes: tuple[str, ...], spares: int, excluded: tuple[str, ...],

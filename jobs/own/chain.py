@@ -4,8 +4,10 @@ after the other, what passes between blocks, how many FLOPs. All on the meta dev
 Called by jobs.own and jobs.own.measure. A model whose forward does nothing but call its parts, each with what the one
 before gave, can be cut between any two of them: that is what a pipeline needs, and it is checked here, not believed.
 """
+import contextlib
 import os
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,19 +71,15 @@ class _Call:
 
 def trace(model: nn.Module, table: Table, *, seq_len: int, vocab_size: int) -> Chain:
     """`model` is on meta. Raises OwnModelError if its forward does not take token ids [batch, seq] to logits."""
-    calls: list[_Call] = []
-    handles = _listen(model, table, calls)
     tokens = torch.zeros(1, seq_len, dtype=torch.int64, device="meta")
     kept = _versions(model)
     try:
         with torch.no_grad(), FlopCounterMode(display=False) as counter, _Drawn() as drawn, \
-                torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+                torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), _listening(model, table) as calls:
             logits = model(tokens)
-        written = _written_again(model, tokens, kept, handles)
+        written = _written_again(model, tokens, kept)
     except Exception as error:
         raise OwnModelError(f"model.entrypoint: forward of token ids [1, {seq_len}] raised {told(error)}") from error
-    finally:
-        _unplug(handles)
     if written:
         raise OwnModelError(f"model.entrypoint: the forward writes to buffer {', '.join(written[:4])}; running values "
                             "would depend on the layout and are in no checkpoint; leave them out")
@@ -108,19 +106,13 @@ def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
     return {name: (id(buffer), buffer._version) for name, buffer in model.named_buffers()}
 
 
-def _written_again(model: nn.Module, tokens: Tensor, kept: dict, handles: list) -> list[str]:
+def _written_again(model: nn.Module, tokens: Tensor, kept: dict) -> list[str]:
     """Buffers that every forward writes. One that the first alone writes is a cache, the same on every rank."""
-    _unplug(handles)
     if (once := _versions(model)) == kept:
         return []
     with torch.no_grad():
         model(tokens)
     return [name for name, version in _versions(model).items() if version != once.get(name)]
-
-
-def _unplug(handles: list) -> None:
-    while handles:
-        handles.pop().remove()
 
 
 class _Drawn(TorchDispatchMode):
@@ -136,10 +128,11 @@ class _Drawn(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def _listen(model: nn.Module, table: Table, calls: list[_Call]) -> list:
+@contextlib.contextmanager
+def _listening(model: nn.Module, table: Table) -> Iterator[list[_Call]]:
     """Note what the model calls. Containers that hold blocks are looked through: their forward is part of the chain."""
-    depth = [0]
-    handles = []
+    calls: list[_Call] = []
+    depth, handles = [0], []
 
     def before(path: str):
         def hook(module, args, kwargs):
@@ -158,7 +151,11 @@ def _listen(model: nn.Module, table: Table, calls: list[_Call]) -> list:
         if path and not any(block.startswith(f"{path}.") for block in table.blocks):
             handles.append(module.register_forward_pre_hook(before(path), with_kwargs=True))
             handles.append(module.register_forward_hook(behind))
-    return handles
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _broken(model: nn.Module, table: Table, calls: list[_Call], *, tokens: Tensor, logits: Tensor) -> str | None:

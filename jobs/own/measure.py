@@ -5,10 +5,12 @@ kept for the backward, what tensor parallelism moves.
 user's code. Builds the model on the meta device, splits it over a process group that does nothing, and runs one forward
 of one sequence on fake tensors for each degree of tp. The user's own prints go to stderr.
 """
+import dataclasses
 import json
 import os
 import sys
 import traceback
+from collections import Counter
 from contextlib import redirect_stdout
 from typing import Any
 
@@ -89,8 +91,8 @@ def _measure(spec: OwnModel, *, seq_len: int, tp: int, sequence_parallel: bool) 
                             ": something enters a split and does not leave it, or the other way round")
     count.note_summed(model, table)
     before, *blocks, behind = count.pieces
-    return Measured(tp=tp, sequence_parallel=sequence_parallel, before=before.piece(), behind=behind.piece(),
-                    blocks=tuple(block.piece() for block in blocks), hidden=count.hidden, tied=count.tied,
+    return Measured(tp=tp, sequence_parallel=sequence_parallel, before=_piece(before), behind=_piece(behind),
+                    blocks=tuple(map(_piece, blocks)), hidden=count.hidden, tied=count.tied,
                     drawn=0 if known.draws is None else known.draws.largest)
 
 
@@ -110,19 +112,8 @@ def _on_cpu(tensor: Tensor) -> Tensor:
                               run_check=False)
 
 
-class _Sum:
-    """What one piece has done so far."""
-
-    def __init__(self, params: int) -> None:
-        self.figures: dict[str, Any] = {"params": params, "flops": 0.0, "moved": 0.0, "kernels": 0, "saved": 0.0,
-                                        "kept": 0.0, "entered": 0.0, "left": 0.0, "entries": 0, "exits": 0, "summed": 0}
-
-    def add(self, **figures: float) -> None:
-        for name, value in figures.items():
-            self.figures[name] += value
-
-    def piece(self) -> Piece:
-        return Piece(**self.figures)
+def _piece(figures: Counter) -> Piece:
+    return Piece(**{field.name: figures[field.name] for field in dataclasses.fields(Piece)})
 
 
 class _Count(TorchDispatchMode):
@@ -139,7 +130,7 @@ class _Count(TorchDispatchMode):
         blocks = [model.get_submodule(path) for path in table.blocks]
         inside = sum(_numel(block) for block in blocks)
         first = [module for path, module in model.named_children() if module not in blocks]
-        self.pieces = [_Sum(0), *(_Sum(_numel(block)) for block in blocks), _Sum(_numel(model) - inside)]
+        self.pieces = [Counter(params=n) for n in (0, *map(_numel, blocks), _numel(model) - inside)]  # by Piece's fields
         self.now = self.pieces[0]
         self._held = {local_of(p).untyped_storage()._cdata for p in model.parameters()}
         self._seen: set[int] = set()
@@ -155,7 +146,7 @@ class _Count(TorchDispatchMode):
         for path, module in model.named_modules():
             numel = sum(local_of(module._parameters[name]).numel() for name in getattr(module, "partial_gradients", ()))
             index = next((i + 1 for i, block in enumerate(table.blocks) if f"{path}.".startswith(f"{block}.")), -1)
-            self.pieces[index].add(summed=numel)
+            self.pieces[index].update(summed=numel)
 
     def _watch_splits(self, model: nn.Module, table: Table) -> None:
         splits = tuple(f"{path}." for path, style in table.styles.items() if style == "split")
@@ -163,15 +154,15 @@ class _Count(TorchDispatchMode):
             module = model.get_submodule(path)
             if style in ("column", "head", "split") and not path.startswith(splits):
                 module.register_forward_pre_hook(
-                    lambda module, args: self.now.add(entered=args[0].numel() * self.share, entries=1), prepend=True)
+                    lambda module, args: self.now.update(entered=args[0].numel() * self.share, entries=1), prepend=True)
             if style in ("row", "vocab"):
                 module.register_forward_hook(
-                    lambda module, args, out: self.now.add(left=out.numel() * self.share, exits=1))
+                    lambda module, args, out: self.now.update(left=out.numel() * self.share, exits=1))
 
     def _enter(self, index: int):
         def hook(module: nn.Module, args: tuple) -> None:
             self.now = self.pieces[index]
-            self.now.add(kept=args[0].numel())
+            self.now.update(kept=args[0].numel())
         return hook
 
     def _leave(self, following: int | None):
@@ -186,15 +177,15 @@ class _Count(TorchDispatchMode):
             if self.now is self.pieces[0] and id(module) not in self._seen:
                 self._seen.add(id(module))
                 numel = sum(local_of(p).numel() for p in module.parameters() if p not in self._tied)
-                self.now.add(params=numel)
-                self.pieces[-1].add(params=-numel)
+                self.now.update(params=numel)
+                self.pieces[-1].update(params=-numel)
         return hook
 
     def pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._held:
             self._held.add(storage._cdata)
-            self.now.add(saved=storage.nbytes() / ELEMENT_BYTES)
+            self.now.update(saved=storage.nbytes() / ELEMENT_BYTES)
         return tensor
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -203,13 +194,13 @@ class _Count(TorchDispatchMode):
         made = [t for t in tree_flatten(out)[0] if isinstance(t, Tensor)]
         if func.namespace == "c10d" or func.is_view:
             return out
-        self.now.add(kernels=1)
+        self.now.update(kernels=1)
         if (flops := _flops(func, args, kwargs or {}, out)) is not None:
-            self.now.add(flops=flops)
+            self.now.update(flops=flops)
         else:
-            self.now.add(moved=sum(t.numel() * t.element_size() for t in (*given, *made)) / ELEMENT_BYTES)
+            self.now.update(moved=sum(t.numel() * t.element_size() for t in (*given, *made)) / ELEMENT_BYTES)
         if func in KEPT:
-            self.now.add(kept=made[0].numel())
+            self.now.update(kept=made[0].numel())
         return out
 
 

@@ -82,11 +82,6 @@ def layer_params(model: ModelSpec, layer: int = 0) -> int:
     return attention_params(model) + layer_norm_params(model) + _ffn_of(model, layer, experts=_num_experts(model))
 
 
-def active_layer_params(model: ModelSpec, layer: int = 0) -> int:
-    """What one token passes of a layer: top_k of its experts."""
-    return attention_params(model) + layer_norm_params(model) + _ffn_of(model, layer, experts=_top_k(model))
-
-
 def embedding_params(model: ModelSpec) -> int:
     """The table of tokens; as many weights as the output projection."""
     return model.vocab_size * model.dim
@@ -100,11 +95,6 @@ def position_params(model: ModelSpec) -> int:
 def num_params(model: ModelSpec) -> int:
     """All parameters; a tied output projection is counted once."""
     return _ends(model) + sum(layer_params(model, layer) for layer in range(model.num_layers))
-
-
-def active_params(model: ModelSpec) -> int:
-    """Parameters that one token passes: all of a dense model, top_k of the experts of a mixture."""
-    return _ends(model) + sum(active_layer_params(model, layer) for layer in range(model.num_layers))
 
 
 def _ends(model: ModelSpec) -> int:

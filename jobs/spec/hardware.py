@@ -22,7 +22,6 @@ class GpuSpec:
     peak_fp4_tflops: float | None = None
     nvlink_domain: int = 8  # GPUs that the fast links join
     nic_gb_s: float = 25.0  # per GPU and direction, of the usual network of its time
-    pcie_gb_s: float = 32.0
     # FlashAttention-2 against attention kernels written for the chip: it knows no matrix unit later than Ampere's.
     # Hopper: the rows of torchtitan, of 8k to 262k tokens; Blackwell is taken to be like it
     portable_attention: float = 1.0
@@ -42,9 +41,9 @@ def _gpu(name: str, memory: float, bf16: float, fp32: float, bandwidth: float, e
                    memory_bandwidth_gb_s=bandwidth, matmul_efficiency=eff, link_gb_s=link, **rest)
 
 
-_HOPPER = {"peak_fp8_tflops": 1979.0, "nic_gb_s": 50.0, "pcie_gb_s": 64.0, "multiprocessors": 132,
+_HOPPER = {"peak_fp8_tflops": 1979.0, "nic_gb_s": 50.0, "multiprocessors": 132,
            "portable_attention": 0.69}
-_BLACKWELL = {"pcie_gb_s": 64.0, "multiprocessors": 148, "portable_attention": 0.69}
+_BLACKWELL = {"multiprocessors": 148, "portable_attention": 0.69}
 
 GPUS = {
     gpu.name: gpu
@@ -66,7 +65,7 @@ GPUS = {
         _gpu("gb300", 277.0, 2500.0, 80.0, 8000.0, 0.79, 900.0, peak_fp8_tflops=5000.0, peak_fp4_tflops=15000.0,
              nvlink_domain=72, nic_gb_s=100.0, **_BLACKWELL),
         _gpu("mi300x", 192.0, 1307.0, 163.4, 5300.0, 0.51, 448.0, peak_fp8_tflops=2614.0, nic_gb_s=50.0,
-             pcie_gb_s=64.0, multiprocessors=304),
+             multiprocessors=304),
         # One rank of a virtual node. Peak: one AVX2 core shared by four ranks, measured with a float32
         # GEMM on 2 cores; a cluster file may override it (cluster.peak_tflops).
         _gpu("cpu", 2.0, 0.02, 0.02, 5.0, 0.80, 1.0, nic_gb_s=1.0, nvlink_domain=1),

@@ -6,62 +6,29 @@ from pathlib import Path
 _STEP = re.compile(r"step-(\d{8})")
 
 
+def _file(*names: str) -> property:
+    return property(lambda run_dir: run_dir.path.joinpath(*names))
+
+
 @dataclass(frozen=True, slots=True)
 class RunDir:
     """A run directory. Creates nothing by itself."""
 
     path: Path
 
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def plan_page(self) -> Path:
-        return self.path / "plan.html"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def submissions(self) -> Path:
-        return self.path / "submissions.jsonl"
-
-    @property
-    def secret(self) -> Path:
-        """Mode 0600; proves that a connection belongs to this run."""
-        return self.path / "secret"
-
-    @property
-    def supervisor(self) -> Path:
-        """Address of the supervisor in charge, for people's clients."""
-        return self.path / "supervisor.json"
-
-    @property
-    def data(self) -> Path:
-        """Token files made of the run's text."""
-        return self.path / "data"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def wandb(self) -> Path:
-        return self.path / "wandb"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report"
-
-    @property
-    def submitit(self) -> Path:
-        return self.path / "submitit"
+    config = _file("config.yaml")
+    plan = _file("plan.json")
+    plan_page = _file("plan.html")
+    events = _file("events.jsonl")
+    submissions = _file("submissions.jsonl")
+    secret = _file("secret")  # mode 0600; proves that a connection belongs to this run
+    supervisor = _file("supervisor.json")  # address of the supervisor in charge, for people's clients
+    supervisor_log = _file("logs", "supervisor.log")
+    data = _file("data")  # token files made of the run's text
+    checkpoints = _file("checkpoints")
+    wandb = _file("wandb")
+    report = _file("report")
+    submitit = _file("submitit")
 
     def attempt(self, n: int) -> Path:
         return self.path / "attempts" / str(n)
@@ -80,10 +47,6 @@ class RunDir:
 
     def agent_log(self, node: str) -> Path:
         return self.path / "logs" / f"agent-{node}.log"
-
-    @property
-    def supervisor_log(self) -> Path:
-        return self.path / "logs" / "supervisor.log"
 
     def checkpoint(self, step: int) -> Path:
         """A committed checkpoint; it exists only after the supervisor's rename."""

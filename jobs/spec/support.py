@@ -1,7 +1,7 @@
-"""What the trainer runs today, as one table: the planner may look further, but nothing is submitted that this refuses.
+"""What the trainer does not run: the planner may look further, but nothing is submitted that this refuses.
 
 Read by the planner (which layouts can be trained) and by `orc run/submit`; kept by those who extend
-jobs.model and jobs.parallel: a row is widened in the same change that trains it. Knows no torch.
+jobs.model and jobs.parallel. Knows no torch.
 """
 from typing import Any
 
@@ -9,30 +9,10 @@ from jobs.spec.load import Problem
 from jobs.spec.model import ModelSpec, MoeSpec
 from jobs.spec.parallel import VIRTUAL_STAGES, ZERO_BUBBLE_SCHEDULES, Layout
 
-# What is trained and tested, by field of the layout and of its dims.
-LAYOUTS: dict[str, tuple[Any, ...]] = {
-    "schedule": tuple(VIRTUAL_STAGES),
-    "zero_stage": (1, 2, 3),
-    "recompute": ("none", "selective", "full"),
-    "cp_method": ("ring", "allgather"),
-}
-# The highest degree of an axis; an axis that is not named has no bound.
-DEGREES: dict[str, int] = {}
-# Options of the decoder that jobs.model builds, where that is not all of them.
-MODELS: dict[str, tuple[Any, ...]] = {}
-
 
 def layout_problems(layout: Layout) -> list[Problem]:
     """Why this trainer cannot run the layout; empty if it can."""
-    dims = layout.dims
-    found = [Problem(where=f"parallel.{axis}", value=getattr(dims, axis), message="is not trained by this version; try "
-                     f"{_listed(range(1, most + 1))}") for axis, most in DEGREES.items() if getattr(dims, axis) > most]
-    for name, trained in LAYOUTS.items():
-        value = getattr(layout, name)
-        if value not in trained:
-            found.append(Problem(where=f"parallel.{name}", value=value, message="is not trained by this version; try "
-                                                                                f"{_listed(trained)}"))
-    found += _pipeline_problems(layout)
+    dims, found = layout.dims, _pipeline_problems(layout)
     if layout.reduce_every_microbatch and (layout.zero_stage == 1 or dims.fsdp == 1):
         found.append(Problem(where="parallel.reduce_every_microbatch", value=True, message="keeps gradients in shards, "
                              "which needs zero_stage 2 or 3 and dp_shard·cp above 1; set false"))
@@ -83,9 +63,7 @@ def compile_problems(layout: Layout) -> list[Problem]:
 
 def model_problems(model: ModelSpec) -> list[Problem]:
     """Why this trainer cannot build the model; empty if it can. An option that would silently do nothing is refused."""
-    found = [Problem(where=f"model.{name}", value=_brief(getattr(model, name)), message="is not trained by this version"
-                     f"; try {_listed(trained)}")
-             for name, trained in MODELS.items() if getattr(model, name) not in trained]
+    found = []
 
     def refuse(where: str, value: Any, message: str) -> None:
         found.append(Problem(where=f"model.{where}", value=value, message=message))
@@ -120,11 +98,3 @@ def _mixture_problems(moe: MoeSpec) -> list[Problem]:
         return [Problem(where="model.moe.top_k", value=moe.top_k, message=f"is not between 1 and the {eligible} experts"
                         " that a token may choose from")]
     return []
-
-
-def _listed(values: Any) -> str:
-    return ", ".join("none" if value is None else str(value) for value in values)
-
-
-def _brief(value: Any) -> Any:
-    return value if isinstance(value, bool | int | float | str) else type(value).__name__

@@ -9,7 +9,8 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from jobs.spec.events import (OWN_LAYOUT, AgentLost, AttemptStarted, CheckpointCommitted, CheckpointSaved, Decision,
-                              Diagnosis, Event, RankError, RankExit, RunEnded, RunStarted, StepReport)
+                              Diagnosis, Event, RankError, RankExit, RunEnded, RunStarted, StepReport,
+                              ValidationReport)
 from orchestrator.monitoring.history import Submission
 
 
@@ -21,6 +22,7 @@ class Goodput:
     lost_work_s: float  # steps computed and lost again, and the step a failure interrupted
     detection_s: float  # from the failure (where unknown: from the last step) to the diagnosis
     restart_s: float  # from the diagnosis to the next attempt's first step
+    validation_s: float  # of steps whose result the run kept; of others it is lost work
     checkpoint_stall_s: float  # ranks waited for a save
     queue_s: float  # submitted, not started
     startup_s: float  # job start to first step of the run
@@ -156,6 +158,8 @@ class _Walk:
                 self.phase = "starting"
             case StepReport():
                 self.step(event)
+            case ValidationReport():
+                self.validation(event)
             case CheckpointCommitted():
                 self.stall_us = _us(event.save_s)
             case RankExit() | RankError() | AgentLost():
@@ -174,16 +178,22 @@ class _Walk:
 
     def step(self, event: StepReport) -> None:
         end_us = _us(event.t)
-        begin_us = end_us - _us(event.step_time_s or 0.0)
-        if self.phase == "training":
-            self.gap(begin_us)
-        else:
-            self.spend(begin_us, self.part)
+        self.before(end_us - _us(event.step_time_s or 0.0))
         self.spend(min(self.cursor_us + _us(event.checkpoint_s or 0.0), end_us), "checkpoint_stall_s")
         kept = is_kept(event.step, attempt=event.attempt, kept=self.kept)
         self.spend(end_us, "productive_s" if kept else "lost_work_s")
         self.steps[kept] += 1
         self.phase = "training"
+
+    def validation(self, event: ValidationReport) -> None:
+        end_us = _us(event.t)
+        self.before(end_us - _us(event.validation_s))
+        kept = is_kept(event.step, attempt=event.attempt, kept=self.kept)
+        self.spend(end_us, "validation_s" if kept else "lost_work_s")
+
+    def before(self, begin_us: int) -> None:
+        """Up to where something began that an event tells of at its end."""
+        self.gap(begin_us) if self.phase == "training" else self.spend(begin_us, self.part)
 
     def gap(self, until_us: int) -> None:
         """Between two steps: a save if one was committed since, else nothing we know of."""
@@ -211,10 +221,7 @@ class _Walk:
             self.phase = "diagnosed"
 
     def finished(self, t_us: int) -> None:
-        if self.phase == "training":
-            self.gap(t_us)
-        else:
-            self.spend(t_us, self.part)
+        self.before(t_us)
         self.phase = "idle"
 
     def result(self) -> Goodput:

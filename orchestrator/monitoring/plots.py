@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from jobs.spec.events import AttemptStarted, CheckpointCommitted, Event, StepReport
+from jobs.spec.events import AttemptStarted, CheckpointCommitted, Event, StepReport, ValidationReport
 from orchestrator.monitoring.goodput import PARTS, Goodput, is_kept, kept_steps
 from orchestrator.monitoring.wording import PART_STYLE, duration
 
@@ -63,6 +63,10 @@ def loss_figure(events: Sequence[Event], *, title: str) -> Figure:
             joined = good[-1:] + lost
             axes.plot([s.step for s in joined], [s.loss for s in joined], color=color, lw=7, alpha=0.28, zorder=1.5,
                       solid_capstyle="butt", label=f"attempt {n}: {len(lost)} steps lost")
+    validated = [e for e in events if isinstance(e, ValidationReport) and is_kept(e.step, attempt=e.attempt, kept=kept)]
+    if validated:
+        axes.plot([e.step for e in validated], [e.loss for e in validated], color=INK, lw=1.2, ls=(0, (4, 2)),
+                  marker="o", ms=4, mfc="white", label="validation", zorder=4)
     _mark_not_finite(axes, events)
     _mark_restarts(axes, events, label=True)
     _mark_checkpoints(axes, events)

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress as Bar, TextColumn
 from rich.text import Text
 
 from jobs.spec.events import (AgentLost, AttemptStarted, CheckpointCommitted, CheckpointSaved, CheckpointSkipped,
-                              Decision, Diagnosis, Event, FaultInjected, RunEnded, StepReport)
+                              Decision, Diagnosis, Event, FaultInjected, RunEnded, StepReport, ValidationReport)
 from orchestrator.monitoring.wording import KIND_STYLE, STATE_STYLE
 
 PLAIN_EVERY_S = 5.0  # between plain step lines, by the events' own clock
@@ -46,6 +46,8 @@ def announcement(event: Event) -> Text | None:
             return Text.assemble((clock, "dim"), (f"{event.act}{resume}  ", "bold"), event.reason)
         case AgentLost():
             return Text.assemble((clock, "dim"), (f"agent of {event.node} lost  ", "red"), event.reason)
+        case ValidationReport():
+            return Text.assemble((clock, "dim"), f"validation after step {event.step}  loss {event.loss:.4f}")
         case CheckpointSkipped():
             return Text.assemble((clock, "dim"), (f"checkpoint {event.step} skipped  ", "red"), event.reason)
         case RunEnded():

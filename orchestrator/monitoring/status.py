@@ -16,7 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from jobs.spec.events import (AttemptStarted, CheckpointCommitted, CheckpointSaved, CheckpointSkipped, Decision,
-                              Diagnosis, Event, NodeSample, RankError, RunEnded, RunStarted, StepReport)
+                              Diagnosis, Event, NodeSample, RankError, RunEnded, RunStarted, StepReport,
+                              ValidationReport)
 from jobs.spec.rundir import RunDir
 from orchestrator.monitoring.goodput import PARTS, Goodput
 from orchestrator.monitoring.summary import RunSummary
@@ -79,6 +80,9 @@ def _headline(summary: RunSummary, events: Sequence[Event], *, run_dir: RunDir) 
         rate = "" if summary.tokens_per_s is None else f"  {summary.tokens_per_s:,.0f} tokens/s"
         mfu = "" if summary.mfu is None else f"  MFU {summary.mfu:.1%} ({_all(events, StepReport)[-1].mfu_convention})"
         lines.append(Text(f"step {summary.final_step}{loss}{rate}{mfu}", style="bold"))
+    if validated := _last(events, ValidationReport):
+        lines.append(Text(f"validation after step {validated.step}  loss {validated.loss:.4f}  {validated.tokens:,} "
+                          f"tokens in {duration(validated.validation_s)}"))
     return Group(*lines)
 
 

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any, Literal, TypeVar
 
 from jobs.spec.events import (AttemptEnded, AttemptStarted, Decision, Diagnosis, Event, RunEnded, RunStarted,
-                              StepReport)
+                              StepReport, ValidationReport)
 from jobs.spec.load import to_dict
 from jobs.spec.rundir import RunDir
 from orchestrator.monitoring.goodput import Goodput, goodput, is_kept, kept_steps
@@ -49,6 +49,7 @@ class RunSummary:
     final_step: int | None  # last update of the newest attempt
     final_loss: float | None
     losses: dict[int, float]  # the last attempt that computed a step wins
+    validation_losses: dict[int, float]  # by step, the same
     attempts: tuple[AttemptSummary, ...]
     tokens_per_s: float | None  # median over the steps that were kept
     mfu: float | None
@@ -73,6 +74,7 @@ def summarize(events: Sequence[Event], *, run_dir: RunDir, submissions: Sequence
         final_step=final_step,
         final_loss=losses.get(final_step) if final_step is not None else None,
         losses=dict(sorted(losses.items())),
+        validation_losses=dict(sorted((e.step, e.loss) for e in events if isinstance(e, ValidationReport))),
         attempts=tuple(_attempts(events)),
         tokens_per_s=_median(s.tokens_per_s for s in productive),
         mfu=_median(s.mfu for s in productive),

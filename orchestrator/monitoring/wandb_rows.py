@@ -6,13 +6,14 @@ W&B would drop every row whose step lies below one it has seen. The axes are met
 from collections.abc import Iterable
 from typing import Any
 
-from jobs.spec.events import AttemptStarted, CheckpointCommitted, Event, NodeSample, StepReport
+from jobs.spec.events import AttemptStarted, CheckpointCommitted, Event, NodeSample, StepReport, ValidationReport
 from orchestrator.monitoring.summary import RunSummary
 
 # metric → its x axis
 AXES = {
     "train/*": "train/step",
     "by_tokens/*": "tokens",
+    "val/*": "val/step",
     "checkpoint/*": "checkpoint/step",
     "node/*": "elapsed_s",
     "attempt": "elapsed_s",
@@ -42,6 +43,8 @@ class Rows:
         match event:
             case StepReport():
                 return self._step(event)
+            case ValidationReport():
+                return {f"val/{name}": getattr(event, name) for name in ("step", "loss", "tokens", "validation_s")}
             case NodeSample():
                 return _node(event)
             case CheckpointCommitted():

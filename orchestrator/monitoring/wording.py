@@ -12,6 +12,7 @@ PART_STYLE = {
     "lost_work_s": ("lost work", "#c2453d"),
     "detection_s": ("detection", "#d9822b"),
     "restart_s": ("restart", "#e7b75f"),
+    "validation_s": ("validation", "#8fbf5a"),
     "checkpoint_stall_s": ("checkpoint stall", "#a45ab5"),
     "queue_s": ("queue", "#9fb3c8"),
     "startup_s": ("start-up", "#5b8fc7"),

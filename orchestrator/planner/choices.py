@@ -5,7 +5,6 @@ Called by the space, which combines them. Legality is that of rules.py and pipel
 import functools
 from typing import Any
 
-from jobs.spec import support
 from jobs.spec.parallel import MESH_ORDER, VIRTUAL_STAGES, Schedule
 from orchestrator.request import CHOICES
 from orchestrator.planner import pipeline_rules, rules
@@ -33,8 +32,7 @@ def node_counts(question: Question) -> tuple[int, ...]:
 def degrees(question: Question, axis: str, *, most: int) -> list[int]:
     """Of one axis, among at most `most` ranks."""
     asked = question.request.options(axis)
-    top = support.DEGREES.get(axis) if question.trainable else None
-    return [d for d in divisors(most) if (asked is None or d in asked) and (top is None or d <= top)]
+    return [d for d in divisors(most) if asked is None or d in asked]
 
 
 def cps(question: Question, *, tp: int, world: int) -> list[int]:
@@ -120,6 +118,4 @@ def sequence_splits(question: Question, *, tp: int, cp: int) -> tuple[bool, ...]
 def options(question: Question, name: str) -> tuple[Any, ...]:
     """Of a field with few values."""
     asked = question.request.options(name)
-    every = DEFAULT_FIRST.get(name, CHOICES[name]) if asked is None else asked
-    trained = support.LAYOUTS.get(name) if question.trainable else None
-    return tuple(one for one in every if trained is None or one in trained)
+    return DEFAULT_FIRST.get(name, CHOICES[name]) if asked is None else asked

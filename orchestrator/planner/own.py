@@ -118,10 +118,9 @@ def _variants(question: OwnQuestion, request: ParallelRequest, dims: ParallelDim
                 and any(m.tp == dims.tp and m.sequence_parallel == s for m in question.profile.measured)] or [False]
     schedules = request.options("schedule") or ("1f1b", "gpipe") if dims.pp > 1 else ("1f1b",)
     stages = request.options("zero_stage") or ((1, 2, 3) if dims.dp_shard > 1 else (3,))
-    for size, sp, schedule, zero, recompute, unit, every in itertools.product(
+    for size, sp, schedule, zero, recompute, unit in itertools.product(
             _microbatch_sizes(batch, dims, request), sequence, schedules, stages,
-            request.options("recompute") or ("none", "selective", "full"), request.options("layers_per_unit") or (1,),
-            request.options("reduce_every_microbatch") or (False,)):
+            request.options("recompute") or ("none", "selective", "full"), request.options("layers_per_unit") or (1,)):
         least = VIRTUAL_STAGES[schedule][0] if dims.pp > 1 else 1
         for virtual in (request.options("virtual_stages") or (least,)) if dims.pp > 1 else (1,):
             if dims.pp * virtual > blocks:
@@ -132,7 +131,9 @@ def _variants(question: OwnQuestion, request: ParallelRequest, dims: ParallelDim
                 if len(split) != dims.pp * virtual or sum(split) != blocks:
                     continue
             counts = request.options("num_microbatches") or (-(-batch // (size * dims.dp)),)
-            for count in counts:
+            for count, every in ((count, every) for count in counts
+                                 for every in request.options("reduce_every_microbatch")
+                                 or (zero == 2 and dims.fsdp > 1 and count > 1,)):  # without, ZeRO-2 is as ZeRO-1
                 layout = Layout(dims=dims, microbatch_size=size, num_microbatches=count, layers_per_stage=split,
                                 sequence_parallel=sp, schedule=schedule, virtual_stages=virtual, recompute=recompute,
                                 zero_stage=zero, layers_per_unit=unit, reduce_every_microbatch=every)

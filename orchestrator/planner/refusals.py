@@ -34,7 +34,7 @@ def question_problems(question: Question) -> list[Problem]:
         return problems  # rules divide by these
     problems = rules.model_problems(question.model) + rules.sequence_problems(question)
     if question.trainable:
-        problems += support.model_problems(question.model) + _untrained_wishes(question)
+        problems += support.model_problems(question.model)
     fixed = _single_values(question)
     problems += _fixed_problems(question, fixed)
     degrees = {axis: fixed[axis] for axis in WORLD_AXES if axis in fixed}
@@ -70,23 +70,6 @@ def _size_problems(question: Question) -> list[Problem]:
                          ("cluster.memory_gib", question.cluster.gpu_memory_gib)):
         if not (value > 0 and math.isfinite(value)):
             problems.append(Problem(where=where, value=value, message="must be above 0"))
-    return problems
-
-
-def _untrained_wishes(question: Question) -> list[Problem]:
-    """Wishes that leave this version's trainer nothing to run."""
-    problems = []
-    for name in question.request.fixed():
-        asked = question.request.options(name) or ()
-        trained = support.LAYOUTS.get(name)
-        most = support.DEGREES.get(name)
-        if trained is not None and not set(asked) & set(trained):
-            problems.append(Problem(where=f"parallel.{name}", value=asked[0], message="is not trained yet by this "
-                                    f"version (`orc plan` shows what it would cost); try "
-                                    f"{', '.join(map(str, trained))}"))
-        if most is not None and min(asked) > most:
-            problems.append(Problem(where=f"parallel.{name}", value=asked[0], message="is not trained yet by this "
-                                    f"version (`orc plan` shows what it would cost); try {most}"))
     return problems
 
 

@@ -215,13 +215,15 @@ class Space:
         return tuple((zero, unit, each)
                      for zero in (zeros if sharded else zeros[:1])
                      for unit in (units if sharded else units[:1])
-                     for each in self._reductions(sharded and several and zero > 1))
+                     for each in self._reductions(zero, free=sharded and several and zero > 1))
 
     def _methods(self, cp: int) -> tuple[CpMethod, ...]:
         return self._options["cp_method"] if cp > 1 else self._options["cp_method"][:1]
 
-    def _reductions(self, free: bool) -> tuple[bool, ...]:
+    def _reductions(self, zero_stage: int, *, free: bool) -> tuple[bool, ...]:
         options = self._options["reduce_every_microbatch"]
+        if free and zero_stage == 2 and 1 in self._options["zero_stage"]:  # reduced once per step it is ZeRO-1
+            return tuple(each for each in options if each)
         return options if free else options[:1]
 
 def every_layout(question: Question) -> Iterator[Layout]:

@@ -19,18 +19,18 @@ JobState = Literal["pending", "running", "completed", "failed", "cancelled", "ti
 class SlurmRequest:
     """One allocation: everything the sbatch script asks for."""
 
-    job_name: str
-    num_nodes: int  # spares included
-    gres: str | None
-    cpus_per_node: int | None
-    mem_gb: int | None  # per node
-    time_min: int
-    partition: str | None
-    account: str | None
-    qos: str | None
-    exclude: tuple[str, ...]
-    signal_lead_s: int
-    setup: tuple[str, ...]
+    job_name: str = "orc"
+    num_nodes: int = 1  # spares included
+    gres: str | None = None
+    cpus_per_node: int | None = None
+    mem_gb: int | None = None  # per node
+    time_min: int = 60
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    exclude: tuple[str, ...] = ()
+    signal_lead_s: int = 120
+    setup: tuple[str, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
 
 

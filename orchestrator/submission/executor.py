@@ -4,6 +4,7 @@ submitit finds both classes through its own entry-point group. A job is one task
 an N-node allocation: the supervisor, which starts everything else by itself. What submitit would do
 with a job's signals, states and refusals does not fit that, and is overridden here.
 """
+import dataclasses
 import os
 import shlex
 import shutil
@@ -26,10 +27,7 @@ from orchestrator.submission.nodes import expand_nodelist
 from orchestrator.submission.script import leaked_secrets, sbatch_script
 
 # Every parameter is a field of SlurmRequest, so that YAML, plugin and script share their words.
-DEFAULTS: dict[str, Any] = {
-    "job_name": "orc", "num_nodes": 1, "gres": None, "cpus_per_node": None, "mem_gb": None, "time_min": 60,
-    "partition": None, "account": None, "qos": None, "exclude": (), "signal_lead_s": 120, "setup": (), "extra": {},
-}
+PARAMETERS = tuple(field.name for field in dataclasses.fields(SlurmRequest))
 
 
 class OrcWatcher(core.InfoWatcher):
@@ -99,7 +97,7 @@ class OrcExecutor(core.PicklingExecutor):
 
     @classmethod
     def _valid_parameters(cls) -> set[str]:
-        return set(DEFAULTS)
+        return set(PARAMETERS)
 
     @classmethod
     def _equivalence_dict(cls) -> dict[str, str]:
@@ -121,7 +119,7 @@ class OrcExecutor(core.PicklingExecutor):
 
     def _internal_update_parameters(self, **kwargs: Any) -> None:
         """Raises ValueError for unknown names, SpecError (a ValueError) for all bad values at once."""
-        unknown = [f"{name}: unknown parameter; {suggest(name, DEFAULTS)}" for name in kwargs if name not in DEFAULTS]
+        unknown = [f"{name}: unknown parameter; {suggest(name, PARAMETERS)}" for name in kwargs if name not in PARAMETERS]
         if unknown:
             raise ValueError("\n".join(unknown))
         before = dict(self.parameters)
@@ -135,7 +133,7 @@ class OrcExecutor(core.PicklingExecutor):
 
     @property
     def request(self) -> SlurmRequest:
-        return from_dict(SlurmRequest, DEFAULTS | self.parameters, origin="submission parameters")
+        return from_dict(SlurmRequest, self.parameters, origin="submission parameters")
 
     def script(self) -> str:
         """The sbatch script that submit() would send. Writes nothing."""

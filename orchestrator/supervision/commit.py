@@ -23,23 +23,6 @@ class CommitError(RuntimeError):
     """The ranks said they had written what is not there."""
 
 
-class Commits:
-    """Collects the shard reports of one attempt."""
-
-    def __init__(self, run_dir: RunDir, job: JobSpec) -> None:
-        self.run_dir = run_dir
-        self.job = job
-        self.pending: dict[int, dict[int, ShardReport]] = {}  # step → rank → report
-
-    def add(self, report: ShardReport) -> tuple[ShardReport, ...] | None:
-        """All reports of the step once it is complete, else None."""
-        reports = self.pending.setdefault(report.step, {})
-        reports[report.rank] = report
-        if len(reports) < self.job.world_size:
-            return None
-        return tuple(self.pending.pop(report.step).values())
-
-
 def commit(run_dir: RunDir, job: JobSpec, reports: tuple[ShardReport, ...]) -> CheckpointCommitted:
     """Verify, merge the indices, write the manifest, rename. Blocking. Raises CommitError or OSError, and then nothing
     exists."""

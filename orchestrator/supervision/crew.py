@@ -189,7 +189,8 @@ class Crew:
 def _last_said(state: RankState, beat: Heartbeat) -> str:
     if not state.t:
         return f"has reported nothing; last output {beat.t - state.active_t:.0f} s ago" if state.active_t else "is mute"
-    return f"in {state.phase} of step {state.step + 1} for {beat.t - state.t:.0f} s"
+    step = f"after step {state.step}" if state.phase in ("validation", "checkpoint") else f"of step {state.step + 1}"
+    return f"in {state.phase} {step} for {beat.t - state.t:.0f} s"
 
 
 def _lost(node: str, reason: str, last_heard: float) -> AgentLost:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from jobs.spec.events import CheckpointCommitted, CheckpointSkipped, ShardReport
 from jobs.spec.job import JobSpec
 from jobs.spec.rundir import RunDir
-from orchestrator.supervision.commit import CommitError, Commits, commit, newest_usable, prune, remove_unfinished
+from orchestrator.supervision.commit import CommitError, commit, newest_usable, prune, remove_unfinished
 from orchestrator.supervision.journal import Journal
 
 
@@ -22,15 +22,16 @@ class Keeper:
         self.journal = journal
         self.keep = keep
         self.say = say
-        self.commits: Commits | None = None  # of the newest attempt
+        self.job: JobSpec | None = None  # of the newest attempt
+        self._reports: dict[int, dict[int, ShardReport]] = {}  # its steps that are not complete → rank → report
 
     def begin(self, job: JobSpec) -> None:
         """From now on the shard reports of this attempt count, and no other's."""
-        self.commits = Commits(self.run_dir, job)
+        self.job, self._reports = job, {}
 
     @property
     def resumed_step(self) -> int | None:
-        return self.commits.job.resume_step if self.commits else None
+        return self.job.resume_step if self.job else None
 
     def newest(self) -> int | None:
         """The step to resume from. One that is found unusable is told to the journal, once."""
@@ -42,14 +43,16 @@ class Keeper:
 
     def complete(self, report: ShardReport) -> tuple[ShardReport, ...] | None:
         """All reports of a checkpoint once its last rank has reported, else None."""
-        if self.commits is None or report.attempt != self.commits.job.attempt:
+        if self.job is None or report.attempt != self.job.attempt:
             return None
-        return self.commits.add(report)
+        reports = self._reports.setdefault(report.step, {})
+        reports[report.rank] = report
+        return tuple(self._reports.pop(report.step).values()) if len(reports) == self.job.world_size else None
 
     async def commit(self, reports: tuple[ShardReport, ...]) -> CheckpointCommitted | None:
         """Commit a complete checkpoint; None, and a line in the journal, if that failed."""
         try:
-            return await asyncio.to_thread(commit, self.run_dir, self.commits.job, reports)
+            return await asyncio.to_thread(commit, self.run_dir, self.job, reports)
         except (CommitError, OSError) as error:
             self.journal.write(CheckpointSkipped(t=time.time(), step=reports[0].step, reason=str(error)))
             return None

@@ -7,8 +7,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from jobs.spec.events import (AgentLost, CheckpointCommitted, Event, FaultInjected, RankError, RankExit, RankFinished,
-                              RanksSilent, StepReport)
+from jobs.spec.events import AgentLost, Event, RankError, RankExit, RanksSilent, StepReport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,11 +21,8 @@ class Health:
     exits: tuple[RankExit, ...] = ()
     errors: tuple[RankError, ...] = ()
     lost: tuple[AgentLost, ...] = ()
-    finished: frozenset[int] = frozenset()
-    faults: tuple[FaultInjected, ...] = ()
     first_step: int | None = None
     last_step: int | None = None
-    committed_step: int | None = None
     silent: RanksSilent | None = None
     diverged_step: int | None = None  # first step whose loss or gradient norm is no number
 
@@ -63,10 +59,6 @@ def observe(health: Health, event: Event) -> Health:
             return dataclasses.replace(health, lost=(*health.lost, event)) if event.node in health.nodes else health
         case RanksSilent():
             return dataclasses.replace(health, silent=event)
-        case RankFinished():
-            return dataclasses.replace(health, finished=health.finished | {event.rank})
-        case FaultInjected():
-            return dataclasses.replace(health, faults=(*health.faults, event))
         case StepReport(step=step, loss=loss, grad_norm=norm):
             first = step if health.first_step is None else health.first_step
             diverged = health.diverged_step
@@ -74,6 +66,4 @@ def observe(health: Health, event: Event) -> Health:
                 diverged = step
             return dataclasses.replace(health, first_step=first, last_step=max(step, health.last_step or 0),
                                        diverged_step=diverged)
-        case CheckpointCommitted(step=step):
-            return dataclasses.replace(health, committed_step=step)
     return health

@@ -115,7 +115,7 @@ class Supervisor:
         placement = self._place()
         job = assemble_job(self.config, layout=self.layout, world_size=placement.world_size,
                            run_dir=self.run_dir.path, attempt=attempt, resume_step=newest)
-        write_json(self.run_dir.placement(attempt), placement.to_dict())
+        write_json(self.run_dir.placement(attempt), to_dict(placement))
         write_json(self.run_dir.job(attempt), to_dict(job))
         write_json(self.run_dir.request(attempt), to_dict(assemble_request(self.config)))
         self.health = Health(attempt=attempt, world_size=job.world_size, nodes=placement.nodes,

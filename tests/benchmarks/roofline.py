@@ -6,7 +6,7 @@ the bubble's formula; no shapes, no overlap, no memory traffic.
 from dataclasses import dataclass, replace
 from math import log
 
-from jobs.spec.counts import active_params, attention_flops_per_token, matmul_params, num_params
+from jobs.spec.counts import attention_flops_per_token, expert_params, matmul_params, num_params
 from orchestrator.validation.settle import Case
 
 STEPS = (0.3, 0.1, 0.03)
@@ -36,7 +36,9 @@ class Roofline:
         layers = model.num_layers / dims.pp
         microbatch_s = tokens * flops / dims.tp / dims.pp / rate + layers * ((8 + 4 * again) * tp_s + experts_s)
         bubble = (dims.pp - 1) / layout.virtual_stages
-        shared = active_params(model) + (num_params(model) - active_params(model)) / dims.ep
+        mixtures = sum(model.is_moe(layer) for layer in range(model.num_layers))
+        idle = (model.moe.num_experts - model.moe.top_k) * expert_params(model) * mixtures if mixtures else 0
+        shared = num_params(model) - idle + idle / dims.ep
         ranks = dims.dp_replicate * dims.fsdp
         link = links[ranks * dims.tp > cluster.gpus_per_node]
         gradients_s = 2 * self._ring_s(2 * shared / dims.tp / dims.pp, ranks, link)

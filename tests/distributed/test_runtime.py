@@ -8,6 +8,7 @@ import torch.distributed as dist
 from jobs import runtime
 from jobs.mesh import build_mesh
 from jobs.parallel.expert import build_expert_mesh
+from jobs.process import num_threads
 from jobs.spec.parallel import ParallelDims
 from tests.helpers.ranks import run_ranks
 
@@ -42,6 +43,19 @@ def test_no_group_waits_longer_than_it_is_told():
              for axis, s in waited.items()}
     assert set(found) == set(AXES)
     assert max(found.values()) < 3.0, found
+
+
+def threads_added_by_a_mesh(dims: ParallelDims) -> int:
+    before = num_threads()
+    build_mesh(dims, device=torch.device("cpu"))
+    return num_threads() - before
+
+
+@pytest.mark.parametrize("dims, added", [(ParallelDims(dp_replicate=2), False),  # the world's own group
+                                         (ParallelDims(dp_replicate=2, tp=2), True)], ids=str)
+def test_an_axis_of_one_rank_has_no_threads(dims, added):
+    assert all(bool(count) == added for count in run_ranks(threads_added_by_a_mesh, world_size=dims.world_size,
+                                                           args=(dims,)))
 
 
 def test_a_rank_without_a_gpu_says_so(monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 
 from jobs.spec.model import ModelSpec
 from jobs.spec.parallel import AXES, VIRTUAL_STAGES, Layout
-from jobs.spec.support import LAYOUTS
+from orchestrator.request import CHOICES
 from tests.distributed import (test_context, test_documents, test_experts, test_models, test_parity, test_schedules,
                                test_zero)
 from tests.helpers.training import TINY, layout
@@ -51,8 +51,8 @@ def test_every_triple_up_to_eight_ranks_is_held_against_one_rank(wanted):
 
 
 def test_every_choice_of_a_layout_is_held_against_one_rank():
-    for name, trained in LAYOUTS.items():
-        missing = set(trained) - {getattr(where, name) for where, _ in ROWS}
+    for name, values in CHOICES.items():
+        missing = set(values) - {getattr(where, name) for where, _ in ROWS}
         assert not missing, (name, missing)
 
 

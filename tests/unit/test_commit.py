@@ -1,4 +1,5 @@
 """Committing, choosing and pruning checkpoints: a step exists whole, or not at all."""
+import dataclasses
 import json
 import zlib
 from pathlib import Path
@@ -9,7 +10,9 @@ from jobs.spec.events import ShardFile, ShardReport
 from jobs.spec.job import JobSpec
 from jobs.spec.rundir import INDEX, MANIFEST, RunDir, rank_index
 from jobs.spec.training import CheckpointSpec
-from orchestrator.supervision.commit import CommitError, Commits, commit, newest_usable, prune, remove_unfinished
+from orchestrator.supervision.commit import CommitError, commit, newest_usable, prune, remove_unfinished
+from orchestrator.supervision.journal import Journal
+from orchestrator.supervision.keeper import Keeper
 
 WORLD = 3
 
@@ -47,10 +50,13 @@ def committed(run_dir: RunDir, *steps: int) -> RunDir:
 
 
 def test_a_step_is_complete_with_its_last_rank(run_dir: RunDir) -> None:
-    commits = Commits(run_dir, job(run_dir))
+    keeper = Keeper(run_dir, journal=Journal(run_dir.events), keep=1, say=print)
     a, b, c = write_shards(run_dir, 10)
-    assert commits.add(a) is None and commits.add(a) is None and commits.add(b) is None
-    assert commits.add(c) == (a, b, c)
+    assert keeper.complete(a) is None  # of no attempt
+    keeper.begin(job(run_dir))
+    assert keeper.complete(a) is None and keeper.complete(a) is None and keeper.complete(b) is None
+    assert keeper.complete(dataclasses.replace(c, attempt=2)) is None
+    assert keeper.complete(c) == (a, b, c)
 
 
 def test_commit_renames_and_lists_every_file(run_dir: RunDir) -> None:

@@ -24,14 +24,14 @@ TP_WIRE = [("none", True, 16), ("none", False, 16), ("full", True, 22), ("select
 # op, ranks in a node, passes of the ring
 RINGS = [("all_reduce", 8, 2), ("all_gather", 8, 1), ("reduce_scatter", 4, 1)]
 
-# pp, m, reshard_after_forward, stage → gathers of a unit in forwards, in backwards
+# pp, m, zero_stage, stage → gathers of a unit in forwards, in backwards
 GATHERS = [
-    (1, 1, True, 0, (1, 1)),
-    (1, 4, True, 0, (4, 4)),
-    (1, 4, False, 0, (1, 0)),
-    (2, 4, True, 0, (2, 3)),
-    (2, 4, True, 1, (1, 4)),
-    (4, 4, True, 0, (4, 1)),
+    (1, 1, 3, 0, (1, 1)),
+    (1, 4, 3, 0, (4, 4)),
+    (1, 4, 2, 0, (0, 0)),
+    (2, 4, 3, 0, (2, 3)),
+    (2, 4, 3, 1, (1, 4)),
+    (4, 4, 3, 0, (4, 1)),
 ]
 
 
@@ -94,9 +94,9 @@ def test_hsdp_reduces_the_shard_over_the_replicas():
     assert reduced == pytest.approx(4 * num_params(SEVEN_B) / 8, rel=1e-6)
 
 
-@pytest.mark.parametrize("pp,m,reshard,stage,expected", GATHERS)
-def test_gathers_per_step(pp, m, reshard, stage, expected):
-    layout = layout_of(SMALL, dims={"pp": pp}, num_microbatches=m, zero_stage=3 if reshard else 2)
+@pytest.mark.parametrize("pp,m,zero_stage,stage,expected", GATHERS)
+def test_gathers_per_step(pp, m, zero_stage, stage, expected):
+    layout = layout_of(SMALL, dims={"pp": pp}, num_microbatches=m, zero_stage=zero_stage)
     assert gather_passes(layout, stage=stage) == expected
 
 
@@ -237,17 +237,18 @@ def test_experts_are_reduced_over_the_ranks_that_share_them():
     assert ranks["experts: gradients"] == 4 and ranks["layers: gradients"] == 32
 
 
-# zero_stage, m, reduce_every_microbatch → gathers and reductions of a unit of layers per step
-ZERO = [(1, 4, False, 1, 1), (2, 4, False, 1, 1), (2, 4, True, 1, 4), (3, 4, False, 8, 1), (3, 4, True, 8, 4)]
+# zero_stage, m, reduce_every_microbatch → gathers, reductions over shards and over replicas of a unit per step
+ZERO = [(1, 4, False, 1, 1, 1), (2, 4, False, 1, 1, 1), (2, 4, True, 1, 4, 1), (3, 4, False, 8, 1, 1),
+        (3, 4, True, 8, 4, 4)]
 
 
-@pytest.mark.parametrize("zero_stage,m,every,gathers,reductions", ZERO)
-def test_zero_stages_gather_and_reduce_as_often_as_they_must(zero_stage, m, every, gathers, reductions):
-    found = transfers(SEVEN_B, dims={"dp_shard": 8}, num_microbatches=m, zero_stage=zero_stage,
+@pytest.mark.parametrize("zero_stage,m,every,gathers,reductions,sums", ZERO)
+def test_zero_stages_gather_and_reduce_as_often_as_they_must(zero_stage, m, every, gathers, reductions, sums):
+    found = transfers(SEVEN_B, dims={"dp_shard": 8, "dp_replicate": 2}, num_microbatches=m, zero_stage=zero_stage,
                       reduce_every_microbatch=every)
     times = {op: sum(one.times for one in found if one.op == op and one.what.startswith("embedding"))
-             for op in ("all_gather", "reduce_scatter")}
-    assert times == {"all_gather": gathers, "reduce_scatter": reductions}
+             for op in ("all_gather", "reduce_scatter", "all_reduce")}
+    assert times == {"all_gather": gathers, "reduce_scatter": reductions, "all_reduce": sums}
 
 
 def test_larger_units_send_the_same_bytes_in_fewer_messages():

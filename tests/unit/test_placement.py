@@ -3,7 +3,8 @@ import json
 
 import pytest
 
-from orchestrator.placement import PlacementError, place, place_command, placement_from_dict
+from jobs.spec.load import from_dict, to_dict
+from orchestrator.placement import Placement, PlacementError, place, place_command
 from tests.helpers.planning import SMALL, cpu, h100, layout_of
 
 NODES = ("a", "b", "c", "d")
@@ -36,7 +37,7 @@ def put(layout=DEMO, *, nodes=("a", "b"), spares=0, excluded=(), cluster=None, a
 def test_nodes_train_in_topology_order_and_the_rest_wait(nodes, excluded, spares, training, waiting):
     placement = put(nodes=nodes, excluded=excluded, spares=spares)
     assert (placement.nodes, placement.spares) == (training, waiting)
-    assert [placement.node_of(rank) for rank in range(8)] == [training[0]] * 4 + [training[1]] * 4
+    assert [placed.node for placed in placement.ranks] == [training[0]] * 4 + [training[1]] * 4
 
 
 @pytest.mark.parametrize("nodes,excluded,spares,message", REFUSED)
@@ -85,7 +86,7 @@ def test_tp_across_nodes_is_refused_with_its_cost_unless_allowed():
 
 def test_survives_json():
     placement = put(nodes=NODES, spares=1, excluded=("b",))
-    assert placement_from_dict(json.loads(json.dumps(placement.to_dict()))) == placement
+    assert from_dict(Placement, json.loads(json.dumps(to_dict(placement)))) == placement
 
 
 def test_a_command_gets_every_gpu_of_every_node_but_the_spares():

@@ -306,15 +306,3 @@ def test_a_run_is_planned_only_with_what_the_trainer_runs():
     assert chosen.untrained == () and not support.layout_problems(chosen.layout)
 
 
-@pytest.mark.parametrize("table,name,value,message", [
-    ("DEGREES", "cp", 1, "parallel.cp: 2 is not trained yet by this version"),
-    ("LAYOUTS", "schedule", ("1f1b",), "parallel.schedule: 'zbv' is not trained yet by this version"),
-    ("MODELS", "norm", ("layernorm",), "model.norm: 'rmsnorm' is not trained by this version")])
-def test_the_trainers_table_decides_what_a_run_may_ask_for(monkeypatch, table, name, value, message):
-    monkeypatch.setitem(getattr(support, table), name, value)
-    wishes = {"cp": {"cp": 2}, "schedule": {"schedule": "zbv"}}.get(name, {})
-    spec = training(global_batch_size=16)
-    plan_for(SMALL, cpu(2), spec, **wishes)
-    with pytest.raises(PlanError) as refused:
-        plan_for(SMALL, cpu(2), spec, trainable=True, **wishes)
-    assert message in str(refused.value)

@@ -9,7 +9,7 @@ from jobs.spec.load import SpecError
 from orchestrator.submission import SlurmRequest, SubmissionError, client, nodes
 from orchestrator.submission.client import explain_refusal, run_sbatch, submission_environment
 from orchestrator.submission.executor import OrcExecutor
-from orchestrator.submission.jobstate import STATES, parse_job_id, parse_state, parse_states
+from orchestrator.submission.jobstate import STATES, parse_state, parse_states
 from orchestrator.submission.launch import agent_step, cpus_per_node, parse_end_time, step_environment
 from orchestrator.submission.nodes import natural, order_by_switch, switch_paths
 from orchestrator.submission.script import leaked_secrets, sbatch_script
@@ -24,21 +24,6 @@ STATE_TEXTS = [
     ("", "unknown"), ("   ", "unknown"), ("REVOKED", "unknown"), ("NEW_IN_SLURM_99", "unknown"),
     ("CANCELLED+", "unknown"), ("COMPLETE", "unknown"), ("None", "unknown"), ("running", "running"),
 ]
-JOB_IDS = [
-    # printed                   job      tasks               complete part  step
-    ("20", ("20", (), True, None, None)),
-    ("20_3", ("20", (3,), True, None, None)),
-    ("20_[0-3]", ("20", (0, 1, 2, 3), True, None, None)),
-    ("300_[0-3%3]", ("300", (0, 1, 2, 3), True, None, None)),
-    ("20_[0-10:5]", ("20", (0, 5, 10), True, None, None)),
-    ("20_[1,3,5,...]", ("20", (1, 3, 5), False, None, None)),
-    ("80520_[31-33,35,115-11...]", ("80520", (31, 32, 33, 35), False, None, None)),
-    ("21+0", ("21", (), True, 0, None)),
-    ("20.batch", ("20", (), True, None, "batch")),
-    ("20_3.extern", ("20", (3,), True, None, "extern")),
-    ("21+1.0", ("21", (), True, 1, "0")),
-]
-NOT_JOB_IDS = ["", "JobID", "abc", "-3", "20 30"]
 ROWS = [
     # output of sacct or squeue                                          wanted   state (None: not spoken of)
     ("", "5", None),
@@ -48,14 +33,7 @@ ROWS = [
     ("5.batch|FAILED", "5", None),
     ("55|FAILED\n5|PENDING", "5", "pending"),
     ("2699101|TIMEOUT\n2699102|OUT_OF_MEMORY\n2699103|NODE_FAIL", "2699103", "node_failure"),
-    ("7_1|COMPLETED\n7_2|RUNNING\n7_[3-9]|PENDING", "7", "running"),
-    ("7_1|COMPLETED\n7_2|FAILED", "7", "failed"),
-    ("7_1|COMPLETED\n7_2|FAILED", "7_1", "completed"),
-    ("7_[3-9%2]|PENDING", "7_4", "pending"),
-    ("7_[3-9%2]|PENDING", "7_2", None),
-    ("21+0|RUNNING\n21+1|FAILED", "21", "running"),
-    ("21+0|COMPLETED\n21+1|NODE_FAIL", "21", "node_failure"),
-    ("21+0|COMPLETED\n21+1|NODE_FAIL", "21+0", "completed"),
+    ("7_1|COMPLETED\n7_2|RUNNING", "7", None),  # an array, which is never submitted
     ("9|SOMETHING_NEW", "9", "unknown"),
     ("8|RESIZING\n8|RUNNING", "8", "running"),  # one node lost: a row for each size of the job
     ("8|RESIZING\n8|CANCELLED by 0", "8", "cancelled"),
@@ -137,16 +115,6 @@ def test_every_state_that_installed_slurm_documents_is_listed():
              "REQUEUED", "RESIZING", "REVOKED", "SIGNALING", "SPECIAL_EXIT", "STAGE_OUT", "STOPPED", "SUSPENDED",
              "TIMEOUT"}  # squeue(1), "JOB STATE CODES", 22.05 to 25.05
     assert known <= set(STATES)
-
-
-@pytest.mark.parametrize("text, expected", JOB_IDS)
-def test_job_ids_are_read_as_printed(text, expected):
-    assert dataclasses.astuple(parse_job_id(text)) == expected
-
-
-@pytest.mark.parametrize("text", NOT_JOB_IDS)
-def test_other_text_is_no_job_id(text):
-    assert parse_job_id(text) is None
 
 
 @pytest.mark.parametrize("text, wanted, state", ROWS)

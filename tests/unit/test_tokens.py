@@ -78,7 +78,7 @@ def test_data_without_text_is_refused(case, folder, tmp_path):
 
 def command(folder, data: DataSpec, *, check: str = "pass") -> subprocess.CompletedProcess:
     folder.mkdir(exist_ok=True)
-    (folder / "data.json").write_text(json.dumps(to_dict(data)))
+    (folder / "data.json").write_text(json.dumps(to_dict({"data": data})))
     code = f"import sys, jobs.tokens as t; rc = t.main(sys.argv[1:]); {check}; sys.exit(rc)"
     return subprocess.run([sys.executable, "-c", code, str(folder / "data.json"), str(folder)], capture_output=True,
                           text=True)
