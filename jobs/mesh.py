@@ -8,9 +8,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed import fake_pg  # noqa: F401  # which makes "fake" a backend
 
 from jobs.spec.parallel import ParallelDims
 
@@ -24,20 +23,11 @@ def build_mesh(dims: ParallelDims, *, device: torch.device) -> DeviceMesh:
         shape = " × ".join(f"{axis}={getattr(dims, axis)}" for axis in dims.order)
         raise ValueError(f"world_size: {dist.get_world_size()} ranks were started, but the layout {shape} needs "
                          f"{dims.world_size}")
-    mesh = mesh_of(torch.arange(dims.world_size).view(dims.shape), axes=dims.order, device=device)
+    mesh = init_device_mesh(device.type, dims.shape, mesh_dim_names=dims.order)
     if dims.dp_shard > 1 and dims.cp > 1:
         # Ranks that split a sequence hold the same weights: they are shards of them like dp_shard's.
         mesh[tuple(axis for axis in dims.order if axis in FSDP_AXES)]._flatten("fsdp")
     return mesh
-
-
-def mesh_of(ranks: Tensor, *, axes: tuple[str, ...], device: torch.device) -> DeviceMesh:
-    """A DeviceMesh of these ranks, int64 of the mesh's shape. To be called by all ranks."""
-    # An axis of one rank has nothing to send, but a group of gloo's has a thread that wakes 100 times a second: four of
-    # them took 1% of a rank's core. On CUDA torch splits its one communicator, in which every rank must take part.
-    idle = "fake" if device.type == "cpu" else None
-    backends = tuple((idle if size == 1 else None, None) for size in ranks.shape)
-    return DeviceMesh(device.type, ranks, mesh_dim_names=axes, backend_override=backends)
 
 
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -154,6 +154,9 @@ def _check_own_code(config: RunConfig) -> list[Problem]:
         refuse("arguments", config.arguments, "are an `entrypoint:`'s; a `command:` has its own in its list")
     if config.lays_itself_out and any(fault.kind == "nan" for fault in config.faults):
         refuse("faults", "nan", "damages weights, which the built-in trainer alone can; choose another kind")
+    if config.lays_itself_out and config.training and config.training.validation:
+        refuse("training.validation", config.training.validation.interval_steps, "is what the built-in trainer does; a "
+               "trainer of your own validates itself")
     if config.workdir is not None and not os.path.isdir(config.workdir):
         refuse("workdir", config.workdir, "is no directory; give the one that your code is imported from")
     if own_model and config.training and config.training.initial_weights:

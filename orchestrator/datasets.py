@@ -92,8 +92,9 @@ def refuse_changed_files(datasets: dict[str, DataSpec], folder: Path) -> None:
     path = folder / FILES
     recorded = json.loads(path.read_text()) if path.is_file() else {}
     if recorded.keys() != {where for where, _ in named_sources(datasets)}:
-        raise SpecError([Problem(where="data", value=str(path), message="does not say what the run began with: it was "
-                                 "prepared by another version; start a run of another name")])
+        raise SpecError([Problem(where="data", value=str(path), message="does not say what the run began with: it "
+                                 "was prepared with other sources, or by another version; put them back, or start a "
+                                 "run of another name")])
     for where, source in _read_files(datasets, folder):
         before, now = from_dict(TokensInfo, recorded[where]), read_info(Path(source.path))
         if any(getattr(before, name) != getattr(now, name) for name in IDENTITY):

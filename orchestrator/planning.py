@@ -11,18 +11,11 @@ from jobs.spec.own_model import OwnModel
 from orchestrator.config import RunConfig
 from orchestrator.layers import read_text
 from orchestrator.load import Loaded
-from orchestrator.planner import Plan, plan_from_dict, plan_question
+from orchestrator.planner import Plan, plan, plan_from_dict
 from orchestrator.planner.cost import Priced, price
 from orchestrator.planner.explain import Explained, explain, parse_wishes
-from orchestrator.planner.question import Question
+from orchestrator.planner.question import question_of
 from orchestrator.planning_own import make_own_plan
-
-
-def question_of(config: RunConfig, *, trainable: bool) -> Question:
-    """Of a run that has a model and a training. Spares do not train."""
-    return Question(model=config.model, training=config.training, cluster=config.cluster, request=config.parallel,
-                    num_nodes=config.cluster.num_nodes - config.placement.spares,
-                    allow_tp_across_nodes=config.placement.allow_tp_across_nodes, trainable=trainable)
 
 
 def make_plan(loaded: Loaded, *, trainable: bool, axes: bool = False) -> Plan | None:
@@ -34,8 +27,8 @@ def make_plan(loaded: Loaded, *, trainable: bool, axes: bool = False) -> Plan | 
     try:
         if isinstance(config.model, OwnModel):
             return make_own_plan(config)
-        return plan_question(question_of(config, trainable=trainable), headroom=config.memory.headroom,
-                             convention=config.mfu_convention, axes=axes)
+        return plan(question_of(config, trainable=trainable), headroom=config.memory.headroom,
+                    convention=config.mfu_convention, axes=axes)
     except SpecError as refused:
         raise SpecError(loaded.with_origins(refused.problems)) from refused
 
@@ -61,7 +54,7 @@ def explained(text: str, made: Plan, config: RunConfig) -> Explained:
 
 def explained_json(one: Explained) -> dict[str, Any]:
     """For `--json`: layout and prediction are null where nothing has these degrees."""
-    return {"asked": one.asked, "layout": one.layout and one.layout.flat(), "reasons": list(one.reasons),
+    return {"asked": one.asked, "layout": one.priced and one.priced.layout.flat(), "reasons": list(one.reasons),
             "predicted": one.priced and to_dict(one.priced.predicted)}
 
 

@@ -22,7 +22,7 @@ from jobs.spec.load import Problem, SpecError, suggest
 from jobs.spec.rundir import RunDir
 from jobs.spec.wire import decode, encode
 from orchestrator.layers import first_line
-from orchestrator.monitoring.history import read_history, read_submissions
+from orchestrator.monitoring.history import last_of, read_history, read_submissions
 from orchestrator.monitoring.progress import Progress
 from orchestrator.monitoring.summary import RunSummary, summarize
 from orchestrator.submission import Executor, JobState
@@ -98,11 +98,15 @@ def find_run(name: str, root: Path) -> Run:
         if os.path.isfile(run_dir.config):
             submissions = read_submissions(run_dir.submissions)
             kind = (_stored(run_dir).get("cluster") or {}).get("kind")
-            return Run(run_dir, submissions[-1].job_id if submissions else None,
-                       LocalExecutor() if kind == "local" else SlurmExecutor())
+            return Run(run_dir, submissions[-1].job_id if submissions else None, executor_for(kind))
     known = sorted(p.parent.name for p in root.glob("*/config.yaml")) if root.is_dir() else []
     raise SpecError([Problem(where="run", value=name, message=f"is no run directory and no run under {root}; "
                              f"{suggest(name, known) if known else 'there are none; set --root or ORC_ROOT'}")])
+
+
+def executor_for(kind: str | None) -> Executor:
+    """Of a cluster of this kind."""
+    return LocalExecutor() if kind == "local" else SlurmExecutor()
 
 
 def _stored(run_dir: RunDir) -> dict:
@@ -183,11 +187,5 @@ def _command(address: tuple[str, int], secret: str, reason: str) -> CommandAccep
 
 def _end_of(job_id: str | None, events: list[Event]) -> RunEnded | None:
     """How the run ended, if the job has come and gone. The end of an earlier job says nothing about this one."""
-    for event in reversed(events):
-        match event:
-            case RunStarted():
-                return None
-            case RunEnded() as ended:
-                last = next((e for e in reversed(events) if isinstance(e, RunStarted)), None)
-                return ended if last is not None and last.job_id == job_id else None
-    return None
+    ended, started = last_of(events, RunStarted | RunEnded), last_of(events, RunStarted)
+    return ended if isinstance(ended, RunEnded) and started is not None and started.job_id == job_id else None

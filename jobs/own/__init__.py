@@ -54,6 +54,7 @@ def parallelize_own(spec: OwnModel, *, mesh: DeviceMesh, layout: Layout, trainin
                         allocating=allocating or contextlib.nullcontext())
     if allocating is None:
         _fill(parallel, known.recipe)
+    parallel.refresh_weights()
     return parallel
 
 
@@ -138,4 +139,3 @@ def _fill(parallel: ParallelModel, recipe: Recipe) -> None:
     for part in parallel.model_parts:
         for name, buffer in part.named_buffers():
             buffer.copy_(recipe.value(name))
-    parallel.refresh_weights()

@@ -183,7 +183,8 @@ def complete(parts: tuple[nn.Module, ...], *, units: list[list[list[nn.Module]]]
             buffer.zero_()
     shared = dims.dp * dims.cp > 1 or (expert_mesh is not None and axis_size(expert_mesh, "expert_fsdp") > 1)
     if not sharded and (shared or training.param_dtype != "float32"):
-        buckets = Buckets([_bucket_units(part, of_part, mesh=mesh, expert_mesh=expert_mesh)
+        tied = bool(ties.names or ties.ends)
+        buckets = Buckets([_bucket_units(part, of_part, tied=tied, mesh=mesh, expert_mesh=expert_mesh)
                            for part, of_part in zip(parts, units, strict=True)],
                           num_backwards=layout.num_microbatches, in_shards=layout.shards_gradients,
                           reduce_dtype=getattr(torch, training.reduce_dtype))
@@ -193,14 +194,23 @@ def complete(parts: tuple[nn.Module, ...], *, units: list[list[list[nn.Module]]]
                          sequences=sequences, ties=ties)
 
 
-def _bucket_units(part: nn.Module, units: list[list[nn.Module]], *, mesh: DeviceMesh,
+def _bucket_units(part: nn.Module, units: list[list[nn.Module]], *, tied: bool, mesh: DeviceMesh,
                   expert_mesh: DeviceMesh | None) -> list[Unit]:
-    """The experts of each layer, whose ranks are others, and then the usual units without them."""
-    experts = [] if expert_mesh is None else [
-        Unit(modules=[moe.experts], shards=expert_mesh["expert_fsdp"], replicas=expert_mesh["dp_replicate"])
-        for moe in moe_blocks(part)]
-    rest = [Unit(modules=unit, shards=fsdp_mesh(mesh), replicas=mesh["dp_replicate"]) for unit in units]
-    return experts + rest
+    """The usual units without experts, whose ranks are others, and behind each the experts of its layers. Of `tied`
+    weights forward begins with the last unit, and backward ends with it."""
+    root = units[-1]
+    units = [root, *units[:-1]] if tied and part.is_first and part.is_last else units
+    experts = [] if expert_mesh is None else [moe.experts for moe in moe_blocks(part)]
+    apart = {weight for module in experts for weight in module.parameters()}
+    found = []
+    for unit in units:
+        weights = [weight for module in unit for weight in module.parameters() if weight not in apart]
+        found.append(Unit(modules=unit, weights=weights, is_used_first=unit is root and part in root,
+                          shards=fsdp_mesh(mesh), replicas=mesh["dp_replicate"]))
+        inside = {module for top in unit for module in top.modules()}
+        found += [Unit(modules=[one], weights=list(one.parameters()), shards=expert_mesh["expert_fsdp"],
+                       replicas=expert_mesh["dp_replicate"]) for one in experts if one in inside]
+    return found
 
 
 def tie_again(part: nn.Module, names: Mapping[str, str]) -> None:

@@ -28,6 +28,7 @@ class Bucket:
         self.waiting = 0  # backward passes of its weights still to come before it is reduced
         self.reductions = 0  # still to come in this step
         self.summed: Tensor | None = None  # gradients since the last reduction, [shards, numel]
+        self._parts: dict[Master, Tensor] = {}  # its columns
         self.reduced: Tensor | None = None  # this rank's part of their sum over ranks, flat; under way until settled
         self.total: Tensor | None = None  # of this step's reductions so far
         self.gathered: Tensor | None = None  # [shards, numel]
@@ -39,7 +40,7 @@ class Bucket:
             return
         if self.summed is None:
             self._begin(dtype)
-        for into, rows in zip(master.into, master.cut(local_of(grad))):
+        for into, rows in zip(master.places(self._parts[master]), master.cut(local_of(grad))):
             into.copy_(rows) if master.is_new else into.add_(rows)
         master.weight.grad, master.is_new = None, False
 
@@ -60,16 +61,15 @@ class Bucket:
         for master in self.masters:
             self.add(master, dtype=dtype)  # not every pass has used it
             if master.is_new:  # no token of this rank has
-                for into in master.into:
-                    into.zero_()
-            master.into, master.is_new = [], True
+                self._parts[master].zero_()
+            master.is_new = True
         summed, self.summed = self.summed, None
+        self._parts.clear()
         return summed
 
     def _begin(self, dtype: torch.dtype) -> None:
         self.summed = self._empty(self.shards.size(), self.numel, dtype=dtype, device=self.masters[0].whole.device)
-        for master, part in zip(self.masters, self.summed.split(self._sizes, dim=1)):
-            master.into = master.places(part)
+        self._parts.update(zip(self.masters, self.summed.split(self._sizes, dim=1)))
 
     def wait(self) -> None:
         while self.work:
@@ -108,10 +108,8 @@ class Bucket:
         self.work.append(dist.all_gather_single(self.gathered.view(-1), mine, group=self.shards.get_group(),
                                                 async_op=True))
 
-    def unpack(self, module: nn.Module | None = None, args: tuple = ()) -> None:
-        """A forward pre-hook: the gathered weights are in place before they are used."""
-        if self.gathered is None:
-            return
+    def unpack(self) -> None:
+        """The gathered weights into their place."""
         self.wait()
         parts = zip(self.masters, self.gathered.split(self._sizes, dim=1))
         torch._foreach_copy_([piece for m in self.masters for piece in m.pieces],

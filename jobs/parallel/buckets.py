@@ -16,10 +16,13 @@ to a multiple of fsdp = dp_shard·cp, m = num_microbatches:
     reduce_scatter   fsdp           G        as soon as the last microbatch's backward has left the unit; m times, with
                                              every microbatch's, where gradients are sharded
     all_reduce       dp_replicate   G/fsdp   behind the last: when the next unit's reduction starts, or at the end
-    all_gather       fsdp           P        after the update, waited for where the unit is used next
+    all_gather       fsdp           P        after the update: of the first units at once, of each other one when the
+                                             one AHEAD before it is used; waited for where the unit is used
 """
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -30,12 +33,17 @@ from jobs.parallel.bucket import Bucket
 from jobs.parallel.masters import Master
 
 
+AHEAD = 2  # units that are gathered before they are used: with all of them weights would be there twice
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """Modules whose weights are reduced together, and the 1-D meshes over which: shards of the optimizer's state, and
-    replicas of those."""
+    """Weights that are reduced together, the modules that use them, and the 1-D meshes over which: shards of the
+    optimizer's state, and replicas of those."""
 
     modules: list[nn.Module]
+    weights: list[nn.Parameter]
+    is_used_first: bool = False  # of its model part, whatever its place
     shards: DeviceMesh
     replicas: DeviceMesh
 
@@ -70,7 +78,8 @@ class _Round:
 class Buckets:
     """Whole weights of this rank's model parts, reduced bucket by bucket while backward goes on.
 
-    `parts`: of each model part its units, in the order of forward; a weight belongs to the first unit that has it.
+    `parts`: of each model part its units, in the order in which forward first uses their weights; a weight belongs to
+    the first unit that has it.
     `num_backwards`: backward passes of every part per step. They are summed and reduced once, or, `in_shards`, reduced
     one by one and summed in this rank's rows.
     """
@@ -88,17 +97,21 @@ class Buckets:
             _Round(self.buckets, num_backwards=num_backwards)]
         self._round_of = {bucket: one for one in self._rounds for bucket in one.order}
         self._last: Bucket | None = None  # whose reduction was started last
+        first = {self._home[unit.weights[0]][0] for units in parts for unit in units
+                 if unit.is_used_first and unit.weights}
+        self._by_use = sorted((b for b in self.buckets if b.shards.size() > 1), key=lambda b: b not in first)
+        self._to_gather: list[Bucket] = []
         self._begin()
 
     def _build(self, unit: Unit) -> Bucket:
-        weights = [p for module in unit.modules for p in module.parameters() if p not in self._home]
-        masters = [Master(weight, shards=unit.shards, replicas=unit.replicas) for weight in dict.fromkeys(weights)]
+        masters = [Master(weight, shards=unit.shards, replicas=unit.replicas) for weight in dict.fromkeys(unit.weights)
+                   if weight not in self._home]
         bucket = Bucket(masters, shards=unit.shards, replicas=unit.replicas)
         for master in bucket.masters:
             self._home[master.weight] = bucket, master
             master.weight.register_post_accumulate_grad_hook(self.accumulated)
         for module in unit.modules if unit.shards.size() > 1 else ():
-            module.register_forward_pre_hook(bucket.unpack)
+            module.register_forward_pre_hook(functools.partial(self._used, bucket))
         return bucket
 
     def _begin(self) -> None:
@@ -145,6 +158,7 @@ class Buckets:
 
     def _start(self, bucket: Bucket) -> None:
         """Reduce it, and finish the one before: waiting for that earlier would hold up the backward between them."""
+        self.gather_rest()  # what this rank's forward has not used another's may have
         if self._last is not None and (self._in_shards or self._last.replicas.size() > 1):
             self._last.settle()
         self._last = bucket
@@ -155,10 +169,28 @@ class Buckets:
     def refresh_weights(self) -> None:
         """After the masters have changed: gather them into the weights. Returns before that is complete; the next
         forward waits, unit by unit."""
+        self._to_gather = list(self._by_use)
+        self._gather(AHEAD)
         for bucket in self.buckets:
-            if bucket.shards.size() > 1:
-                bucket.gather()
-            else:
-                for master in bucket.masters:
-                    if not master.shares_storage:
-                        master.whole.copy_(master.local)
+            for master in bucket.masters if bucket.shards.size() == 1 else ():
+                if not master.shares_storage:
+                    master.whole.copy_(master.local)
+
+    def gather_rest(self) -> None:
+        """Start all gathers that wait for their turn."""
+        self._gather(len(self._to_gather))
+
+    def _gather(self, number: int) -> None:
+        """Of the buckets that are still to be gathered: as ever in the same order on every rank."""
+        for bucket in self._to_gather[:number]:
+            bucket.gather()
+        del self._to_gather[:number]
+
+    @torch.no_grad()
+    def _used(self, bucket: Bucket, *module_and_args: Any) -> None:
+        """A forward pre-hook: the gathered weights are in place before they are used."""
+        if bucket in self._to_gather:  # others were to be used first
+            self._gather(self._to_gather.index(bucket) + 1)
+        if bucket.gathered is not None:
+            bucket.unpack()
+            self._gather(1)

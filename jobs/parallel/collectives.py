@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
+from jobs.runtime import BACKENDS
+
 
 class _Sum:
     """An all-to-all under way; waiting for it adds up what has come, in the order of the ranks."""
@@ -28,7 +30,7 @@ Work = dist.Work | _Sum  # a collective under way: its tensors must not be touch
 
 
 def lacks_reduce_scatter(group: dist.ProcessGroup) -> bool:
-    return dist.get_backend(group) == "gloo"
+    return dist.get_backend(group) in ("gloo", BACKENDS["cpu"])
 
 
 def reduce_scatter(out: Tensor, whole: Tensor, *, group: dist.ProcessGroup) -> Work:

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from jobs.mesh import all_reduce, axis_size, mesh_of
+from jobs.mesh import all_reduce, axis_size
 from jobs.model.moe import Experts, MoE, Router, invert, permute, sort_by_expert, spread
 from jobs.model.transformer import Transformer
 from jobs.spec.parallel import ParallelDims
@@ -45,8 +45,8 @@ def build_expert_mesh(dims: ParallelDims, *, device: torch.device) -> DeviceMesh
     ranks = torch.arange(dims.world_size).view(dims.shape)
     carved = [dims.order.index(axis) for axis in dims.order if axis in CARVED]
     ranks = ranks.permute(dims.order.index("dp_replicate"), dims.order.index("pp"), *carved)
-    return mesh_of(ranks.reshape(dims.dp_replicate, dims.pp, -1, dims.ep),
-                   axes=("dp_replicate", "pp", "expert_fsdp", "ep"), device=device)
+    return DeviceMesh(device.type, ranks.reshape(dims.dp_replicate, dims.pp, -1, dims.ep),
+                      mesh_dim_names=("dp_replicate", "pp", "expert_fsdp", "ep"))
 
 
 def moe_blocks(model: Transformer) -> list[MoE]:

@@ -34,9 +34,9 @@ class Master:
         self.numel = self.padded_rows * (self.whole.numel() // rows)  # of one shard in a bucket, padding included
         self._num_shards = num_shards
         self.is_even = rows == num_shards * self.padded_rows
+        self._is_flat = self.is_even and self._dim == 0 and self.whole.is_contiguous()
         self.pieces = self.cut(self.whole)
-        self.into: list[Tensor] = []  # of this step's message, as places() gives them
-        self.is_new = True  # they hold nothing yet
+        self.is_new = True  # this step's message holds nothing of it yet
         self._mesh, self._placements = _placed(weight, shards=shards, replicas=replicas, dim=self._dim)
         if self.shares_storage and num_shards == replicas.size() == 1:
             self.parameter = weight
@@ -46,12 +46,16 @@ class Master:
     def cut(self, whole: Tensor) -> list[Tensor]:
         """Views that cover `whole`, of the weight's shape: row r is with shard r // padded_rows. Where all shards have
         as many rows it is one, [shards, …]; else one flat view per shard that has any."""
+        if self._is_flat:  # with as few operations as can be: it runs for every weight, amid backward
+            return [whole.reshape(self._num_shards, -1)]
         if self.is_even:
             return [whole.unflatten(self._dim, (self._num_shards, self.padded_rows)).movedim(self._dim, 0)]
         return [rows.reshape(-1) for rows in whole.split(self.padded_rows)]
 
     def places(self, part: Tensor) -> list[Tensor]:
         """Where in `part`, this weight's columns of a buffer [shards, numel], the pieces of cut() lie."""
+        if self._is_flat:
+            return [part]
         if self.is_even:
             return [part.unflatten(1, self.local.shape)]
         return [row[:piece.numel()] for row, piece in zip(part, self.pieces)]

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (PipelineStage, ScheduleDualPipeV, ScheduleInterleaved1F1B,
                                           ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble)
 # what torch makes its schedules of several stages from
@@ -33,6 +33,7 @@ from torch.distributed.pipelining.schedules import (RESHARD, UNSHARD, _Action, _
 
 from jobs.parallel.buckets import Buckets
 from jobs.parallel.forwards import forwards_of
+from jobs.parallel.stage import Stage
 from jobs.spec.parallel import Layout
 from jobs.spec.training import TrainingSpec
 
@@ -117,86 +118,6 @@ class MicrobatchLoop:
         return self.loss(self.model(tokens, **{name: value[rows] for name, value in sequences.items()}), wanted)
 
 
-class Stage(PipelineStage):
-    """A stage whose weight gradients are reported and reduced as data parallelism needs it, and which holds what is
-    received from when it is received until it has been used: torch's keeps a buffer for every microbatch of a step, in
-    both directions, for ever."""
-
-    def __init__(self, *args: Any, buckets: Buckets | None, part: int, reduce_every_microbatch: bool,
-                 **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._buckets = buckets
-        self._part = part  # of this rank's
-        self._reduce_every_microbatch = reduce_every_microbatch
-
-    def _setup_forward_recv_info(self, num_microbatches, has_backward):
-        super()._setup_forward_recv_info(num_microbatches, has_backward)
-        for microbatch in range(num_microbatches):
-            _drop(self.args_recv_info[microbatch])
-
-    def _create_grad_recv_info(self, act_send_info):
-        return _drop(super()._create_grad_recv_info(act_send_info))
-
-    def get_fwd_recv_ops(self, fwd_chunk_id):
-        self._allocate(self.args_recv_info[fwd_chunk_id])
-        return super().get_fwd_recv_ops(fwd_chunk_id)
-
-    def get_bwd_recv_ops(self, bwd_chunk_id):
-        self._allocate(self.grad_recv_info[bwd_chunk_id])
-        return super().get_bwd_recv_ops(bwd_chunk_id)
-
-    def _retrieve_recv_activations(self, fwd_chunk_id):
-        received = super()._retrieve_recv_activations(fwd_chunk_id)
-        _drop(self.args_recv_info[fwd_chunk_id])
-        return received
-
-    def _retrieve_recv_grads(self, bwd_chunk_id):
-        received = super()._retrieve_recv_grads(bwd_chunk_id)
-        _drop(self.grad_recv_info[bwd_chunk_id])
-        return received
-
-    def _allocate(self, messages) -> None:
-        for one in messages:
-            if not one.is_root_arg:
-                one.buffer = torch.empty(one.tensor_meta.shape, dtype=one.tensor_meta.dtype, device=self.device)
-
-    def forward_one_chunk(self, *args, **kwargs):
-        if not torch.is_grad_enabled():
-            self.fwd_cache.clear()  # has been sent on, and no backward will ask for it
-        return super().forward_one_chunk(*args, **kwargs)
-
-    def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True, last_backward=False):
-        super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward)
-        for tensor in self.backward_state.get(bwd_chunk_id, ((),))[0]:
-            tensor.grad = None  # has been handed on; the second half would hold it until it runs
-
-    def backward_maybe_with_nosync(self, backward_type, bwd_kwargs, last_backward=False):
-        result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        if self._buckets is not None:
-            for weight in self.submod.parameters() if backward_type == "weight" else ():
-                self._buckets.accumulated(weight)  # torch adds to .grad itself: no autograd hook has run
-            if backward_type != "input":
-                self._buckets.backward_done(self._part)
-        elif backward_type != "input" and self._reduce_every_microbatch:
-            self._reduce_now()
-        return result
-
-    def _reduce_now(self) -> None:
-        """PipelineStage.perform_reduce_grad, without dropping weights: other microbatches still need them."""
-        self.submod.set_requires_gradient_sync(True)
-        state = fully_shard.state(self.submod)
-        for unit in state._state_ctx.all_states:
-            for group in unit._fsdp_param_groups:
-                group.post_backward()
-        state._root_post_backward_final_callback()
-
-
-def _drop(messages):
-    for one in messages:
-        one.buffer = None
-    return messages
-
-
 def _no_second_half() -> Callable[[], None]:
     return lambda: None
 
@@ -210,19 +131,18 @@ class Pipeline:
         self.holds_first, self.holds_last = model_parts[0].is_first, model_parts[-1].is_last
         tokens, hidden, logits = shapes
         # Shapes are given, not inferred: inference would cost a round of object messages through all stages.
-        stages = [Stage(part, index, layout.num_stages, device, input_args=tokens if part.is_first else hidden,
-                        output_args=logits if part.is_last else hidden, group=mesh.get_group("pp"),
-                        dw_builder=None if layout.recompute == "none" else _no_second_half,
-                        buckets=buckets, part=i, reduce_every_microbatch=layout.reduce_every_microbatch)
-                  for i, (part, index) in enumerate(zip(model_parts, layout.stages(mesh.get_local_rank("pp")),
-                                                        strict=True))]
-        self.stages = stages
+        self.stages = [
+            Stage(part, index, layout.num_stages, device, input_args=tokens if part.is_first else hidden,
+                  output_args=logits if part.is_last else hidden, group=mesh.get_group("pp"),
+                  dw_builder=None if layout.recompute == "none" else _no_second_half, buckets=buckets, part=i,
+                  reduce_every_microbatch=layout.reduce_every_microbatch)
+            for i, (part, index) in enumerate(zip(model_parts, layout.stages(mesh.get_local_rank("pp")), strict=True))]
         # scale_grads: the loss is already a share of the whole
-        self.schedule = SCHEDULES[layout.schedule](stages, layout.num_microbatches, loss_fn=loss, scale_grads=False,
+        self.schedule = SCHEDULES[layout.schedule](self.stages, layout.num_microbatches, loss_fn=loss, scale_grads=False,
                                                     backward_requires_autograd=False)  # evaluate() has neither
         # Taken as gathered: FSDP's hooks do that unit by unit. torch would gather whole stages, and of more than three
         # on a rank drop one for another, to gather it again for the next microbatch.
-        self.schedule.unsharded_stages.update(stage.stage_index for stage in stages)
+        self.schedule.unsharded_stages.update(stage.stage_index for stage in self.stages)
         for order in self.schedule.pipeline_order_with_comms.values():
             order[:] = [action for action in order if action.computation_type not in (UNSHARD, RESHARD)]
         self.order = self.schedule.pipeline_order_with_comms

@@ -2,6 +2,7 @@
 
 Pure arithmetic; the DeviceMesh itself is built from it in jobs.mesh.
 """
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -124,8 +125,8 @@ class Layout:
     @property
     def shards_gradients(self) -> bool:
         """Each microbatch's are reduced at once, and only this rank's shard of the sum is held."""
-        return self.zero_stage > 1 and self.dims.fsdp > 1 and (self.reduce_every_microbatch or
-                                                               self.num_microbatches == 1)
+        return self.dims.fsdp > 1 and (self.num_microbatches == 1 or (self.zero_stage > 1 and
+                                                                      self.reduce_every_microbatch))
 
     @property
     def slots(self) -> int:
@@ -135,20 +136,8 @@ class Layout:
     def flat(self) -> dict:
         """The published JSON form: degrees and the rest on one level."""
         dims = {axis: getattr(self.dims, axis) for axis in AXES}
-        return dims | {
-            "microbatch_size": self.microbatch_size,
-            "num_microbatches": self.num_microbatches,
-            "schedule": self.schedule,
-            "recompute": self.recompute,
-            "sequence_parallel": self.sequence_parallel,
-            "zero_stage": self.zero_stage,
-            "virtual_stages": self.virtual_stages,
-            "layers_per_unit": self.layers_per_unit,
-            "reduce_every_microbatch": self.reduce_every_microbatch,
-            "cp_method": self.cp_method,
-            "layers_per_stage": list(self.layers_per_stage),
-            "mesh_order": list(self.dims.order),
-        }
+        rest = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "dims"}
+        return dims | rest | {"layers_per_stage": list(self.layers_per_stage), "mesh_order": list(self.dims.order)}
 
     def __str__(self) -> str:
         degrees = [f"{axis}={getattr(self.dims, axis)}" for axis in AXES if getattr(self.dims, axis) > 1]

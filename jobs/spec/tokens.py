@@ -219,9 +219,10 @@ def _too_often(at: str, data: DataSpec, source: SourceSpec, info: TokensInfo, tr
         steps = training.validation.batches
         asked, wanted = f"training.validation.batches={steps}", math.ceil(steps * size * share)
         if wanted > held:
+            fit = int(held / share) // size
             return Problem(where="training.validation.batches", value=steps, message=f"of {size} sequences of "
                            f"{training.seq_len} tokens take {wanted:,} sequences of {source.path}, which holds {held:,} "
-                           f"({info.num_tokens:,} tokens); try {int(held / share) // size}, or give more data")
+                           f"({info.num_tokens:,} tokens); {f'try {fit}, or ' if fit else ''}give more data")
     if data.max_epochs is not None and (epochs := float(steps * size * share / held)) > data.max_epochs:
         return Problem(where=f"{at}.max_epochs", value=data.max_epochs, message=f"is less than the {epochs:.2f} epochs "
                        f"of {source.path} that {asked} take; raise it, take fewer, or give the source less weight")

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining._utils import InferenceMode
 
-from jobs.mesh import all_reduce, build_mesh, coordinate, local_of
+from jobs.mesh import LOSS_AXES, all_reduce, build_mesh, coordinate, local_of
 from jobs.model.rule import Rule
 from jobs.optim import Optimizer
 from jobs.own import parallelize_own
@@ -28,7 +28,6 @@ from jobs.spec.job import Device, JobSpec
 from jobs.spec.model import ModelSpec
 from jobs.spec.own_model import OwnModel
 from jobs.spec.verification import LocalShape, RankReport
-from jobs.trainer import LOSS_AXES
 from jobs.verify.collectives import CollectiveLog, axes_of_groups
 from jobs.verify.kernels import cuda_kernels
 from jobs.verify.memory import PeakMemory

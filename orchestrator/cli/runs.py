@@ -16,12 +16,10 @@ from orchestrator.monitoring.summary import summary_json
 from orchestrator.planner import Plan
 from orchestrator.planner.show import show_plan
 from orchestrator.planning import make_plan
-from orchestrator.runs import Run, find_run, follow_run, stop_run
-from orchestrator.submission import Executor, SubmissionError
+from orchestrator.runs import Run, executor_for, find_run, follow_run, stop_run
+from orchestrator.submission import SubmissionError
 from orchestrator.submission.assemble import assemble_request
-from orchestrator.submission.local import LocalExecutor
 from orchestrator.submission.prepare import discard, exclusive, prepare, submit as submit_run
-from orchestrator.submission.slurm import SlurmExecutor
 
 app = typer.Typer()
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="a run's name, or its directory")]
@@ -38,7 +36,7 @@ def run(run_file: RunFile, overrides: Overrides = EMPTY,
         show_plan(made, console, brief=True)
     job_id = start(config, made, follow=not detach)
     if not detach:
-        raise SystemExit(follow_run(Run(RunDir(config.run_dir), job_id, executor_for(config)), console))
+        raise SystemExit(follow_run(Run(RunDir(config.run_dir), job_id, executor_for(config.cluster.kind)), console))
 
 
 @app.command()
@@ -49,7 +47,7 @@ def submit(run_file: RunFile, overrides: Overrides = EMPTY,
     loaded = load_traced(run_file, overrides)
     config, made = loaded.config, make_plan(loaded, trainable=True)
     if dry_run:
-        print(executor_for(config).preview(assemble_request(config), config.run_dir), end="")
+        print(executor_for(config.cluster.kind).preview(assemble_request(config), config.run_dir), end="")
         return
     if made is not None:
         show_plan(made, console, brief=True)
@@ -119,7 +117,7 @@ def start(config: RunConfig, made: Plan | None, *, follow: bool) -> str:
     hold_interrupts(follow)
     try:
         with exclusive(run_dir) as submissions:
-            job_id = submit_run(config, run_dir, executor_for(config), submissions)
+            job_id = submit_run(config, run_dir, executor_for(config.cluster.kind), submissions)
     except (SubmissionError, SpecError):
         discard(run_dir)
         raise
@@ -131,7 +129,3 @@ def hold_interrupts(follow: bool) -> None:
     """Between a submission and whoever follows it a Ctrl-C would leave a run behind that it meant to stop."""
     if follow:
         signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
-
-
-def executor_for(config: RunConfig) -> Executor:
-    return LocalExecutor() if config.cluster.kind == "local" else SlurmExecutor()

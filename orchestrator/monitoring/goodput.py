@@ -11,7 +11,7 @@ from typing import Literal
 from jobs.spec.events import (OWN_LAYOUT, AgentLost, AttemptStarted, CheckpointCommitted, CheckpointSaved, Decision,
                               Diagnosis, Event, RankError, RankExit, RunEnded, RunStarted, StepReport,
                               ValidationReport)
-from orchestrator.monitoring.history import Submission
+from orchestrator.monitoring.history import Submission, last_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,7 @@ def goodput(events: list[Event], *, submissions: Sequence[Submission] = (), now:
         return Goodput(**dict.fromkeys(PARTS, 0.0), wall_s=0.0, goodput=None, steps_productive=0, steps_lost=0)
     end = max(t for t, _ in timed)
     waits = isinstance(timed[-1][1], Submission)  # a resume that has not started yet
-    if now is not None and (waits or not _has_ended(events)):
+    if now is not None and (waits or not isinstance(last_of(events, RunStarted | RunEnded), RunEnded)):
         end = max(end, now)
     start = min([timed[0][0], *(submission.t for submission in submissions)])
     walk = _Walk(start=start, end=end, kept=kept_steps(events))
@@ -90,11 +90,6 @@ def is_kept(step: int, *, attempt: int, kept: dict[int, int | None]) -> bool:
 def _limit(kept: dict[int, int | None], step: int) -> None:
     for attempt, limit in kept.items():
         kept[attempt] = step if limit is None else min(limit, step)
-
-
-def _has_ended(events: list[Event]) -> bool:
-    state = [event for event in events if isinstance(event, RunStarted | RunEnded)]
-    return bool(state) and isinstance(state[-1], RunEnded)
 
 
 def _timeline(events: list[Event], submissions: Sequence[Submission]) -> list[tuple[float, Event | Submission]]:

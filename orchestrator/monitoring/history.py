@@ -5,14 +5,16 @@ nothing of what the events mean. A last line without its newline is not there ye
 and cannot be read is an error with its number, never skipped.
 """
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jobs.spec.events import Event
 from jobs.spec.load import Problem, SpecError
 from jobs.spec.wire import decode
+
+T = TypeVar("T")
 
 
 class HistoryError(ValueError):
@@ -73,6 +75,11 @@ def follow(path: Path, *, wait: Callable[[], bool], offset: int = 0) -> Iterator
         if batch:
             offset = batch[-1][1]
             yield batch
+
+
+def last_of(events: Sequence[Event], kind: type[T]) -> T | None:
+    """The last event of a kind; of several kinds, where `kind` is a union."""
+    return next((event for event in reversed(events) if isinstance(event, kind)), None)
 
 
 def read_submissions(path: Path) -> list[Submission]:

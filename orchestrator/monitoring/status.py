@@ -20,6 +20,7 @@ from jobs.spec.events import (AttemptStarted, CheckpointCommitted, CheckpointSav
                               ValidationReport)
 from jobs.spec.rundir import RunDir
 from orchestrator.monitoring.goodput import PARTS, Goodput
+from orchestrator.monitoring.history import last_of
 from orchestrator.monitoring.summary import RunSummary
 from orchestrator.monitoring.wandb_files import wandb_location
 from orchestrator.monitoring.wording import KIND_STYLE, PART_STYLE, STATE_STYLE, duration, shown
@@ -66,21 +67,21 @@ def write_report(summary: RunSummary, events: Sequence[Event], *, run_dir: RunDi
 
 def _headline(summary: RunSummary, events: Sequence[Event], *, run_dir: RunDir) -> RenderableType:
     lines = [Text.assemble((run_dir.path.name, "bold"), "  ", (summary.state, STATE_STYLE[summary.state]))]
-    if summary.state in ("completed", "failed", "stopped") and (ended := _last(events, RunEnded)):
+    if summary.state in ("completed", "failed", "stopped") and (ended := last_of(events, RunEnded)):
         lines[0].append(f"  {ended.reason}")
     if summary.state == "unknown":
         lines.append(Text("the job is over or unknown, and its supervisor did not say how it ended", style="magenta"))
         lines.append(Text("`orc resume` continues from the newest checkpoint", style="magenta"))
-    if started := _last(events, RunStarted):
+    if started := last_of(events, RunStarted):
         lines.append(Text(f"job {started.job_id} on {started.host}, supervisor term {started.term}", style="dim"))
-    if attempt := _last(events, AttemptStarted):
+    if attempt := last_of(events, AttemptStarted):
         lines.append(Text(f"{attempt.world_size} ranks on {', '.join(attempt.nodes)}  ({attempt.layout})", style="dim"))
     if summary.final_step is not None:
         loss = "" if summary.final_loss is None else f"  loss {summary.final_loss:.4f}"
         rate = "" if summary.tokens_per_s is None else f"  {summary.tokens_per_s:,.0f} tokens/s"
         mfu = "" if summary.mfu is None else f"  MFU {summary.mfu:.1%} ({_all(events, StepReport)[-1].mfu_convention})"
         lines.append(Text(f"step {summary.final_step}{loss}{rate}{mfu}", style="bold"))
-    if validated := _last(events, ValidationReport):
+    if validated := last_of(events, ValidationReport):
         lines.append(Text(f"validation after step {validated.step}  loss {validated.loss:.4f}  {validated.tokens:,} "
                           f"tokens in {duration(validated.validation_s)}"))
     return Group(*lines)
@@ -148,7 +149,7 @@ def _checkpoints(events: Sequence[Event], *, run_dir: RunDir) -> Text:
     text = Text.assemble(("checkpoints  ", "bold"))
     committed, on_disk = _all(events, CheckpointCommitted), run_dir.committed_steps()
     kept = ", ".join(map(str, on_disk)) or "none"
-    if not committed and (saved := _last(events, CheckpointSaved)):
+    if not committed and (saved := last_of(events, CheckpointSaved)):
         return text.append(f"its trainer's own; the newest holds step {saved.step}, since {_clock(saved.t)}")
     if not committed:
         return text.append(f"on disk: {kept}; the history does not tell of them" if on_disk else "none committed yet")
@@ -249,10 +250,6 @@ def _spaced(parts: Sequence[RenderableType]) -> list[RenderableType]:
 
 def _all(events: Sequence[Event], kind: type[T]) -> list[T]:
     return [event for event in events if isinstance(event, kind)]
-
-
-def _last(events: Sequence[Event], kind: type[T]) -> T | None:
-    return next((event for event in reversed(events) if isinstance(event, kind)), None)
 
 
 def _clock(t: float) -> str:

@@ -9,17 +9,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from jobs.spec.events import (AttemptEnded, AttemptStarted, Decision, Diagnosis, Event, RunEnded, RunStarted,
                               StepReport, ValidationReport)
 from jobs.spec.load import to_dict
 from jobs.spec.rundir import RunDir
 from orchestrator.monitoring.goodput import Goodput, goodput, is_kept, kept_steps
-from orchestrator.monitoring.history import Submission
+from orchestrator.monitoring.history import Submission, last_of
 from orchestrator.submission import JobState
 
-T = TypeVar("T")
 RunState = Literal["pending", "running", "completed", "failed", "stopped", "unknown"]
 
 
@@ -67,7 +66,6 @@ def summarize(events: Sequence[Event], *, run_dir: RunDir, submissions: Sequence
     productive = [s for s in steps if is_kept(s.step, attempt=s.attempt, kept=kept)]
     losses = {s.step: s.loss for s in steps if s.loss is not None}
     final_step = _final_step(events)
-    starts = [event for event in events if isinstance(event, RunStarted)]
     state = _state(events, job_state=job_state)
     return RunSummary(
         state=state,
@@ -80,7 +78,7 @@ def summarize(events: Sequence[Event], *, run_dir: RunDir, submissions: Sequence
         mfu=_median(s.mfu for s in productive),
         goodput=goodput(events, submissions=submissions,
                          now=now if state in ("pending", "running") else None),
-        wandb=_wandb(starts[-1] if starts else None, run_dir=run_dir),
+        wandb=_wandb(last_of(events, RunStarted), run_dir=run_dir),
     )
 
 
@@ -96,13 +94,13 @@ def summary_json(summary: RunSummary) -> str:
 
 
 def _state(events: list[Event], *, job_state: JobState | None) -> RunState:
-    marks = [event for event in events if isinstance(event, RunStarted | RunEnded)]
+    mark = last_of(events, RunStarted | RunEnded)
     if job_state == "pending":  # also a resume that waits in the queue
         return "pending"
-    if marks and isinstance(marks[-1], RunEnded):
-        return marks[-1].state
+    if isinstance(mark, RunEnded):
+        return mark.state
     if job_state in (None, "running"):
-        return "running" if marks or job_state else "pending"
+        return "running" if mark or job_state else "pending"
     return "unknown"  # the job is over, or nobody knows of it, and the supervisor did not say how it ended
 
 
@@ -122,11 +120,11 @@ def _attempts(events: list[Event]) -> Iterable[AttemptSummary]:
         if isinstance(event, AttemptStarted | StepReport | Diagnosis | Decision | AttemptEnded):
             own[event.attempt].append(event)
     for n in sorted(own):
-        start = _last(own[n], AttemptStarted)
+        start = last_of(own[n], AttemptStarted)
         if start is None:  # a diagnosis of what failed before any rank was started
             continue
-        diagnosis, decision = _last(own[n], Diagnosis), _last(own[n], Decision)
-        end = _last(own[n], AttemptEnded)
+        diagnosis, decision = last_of(own[n], Diagnosis), last_of(own[n], Decision)
+        end = last_of(own[n], AttemptEnded)
         steps = [event.step for event in own[n] if isinstance(event, StepReport)]
         yield AttemptSummary(
             n=n,
@@ -138,10 +136,6 @@ def _attempts(events: list[Event]) -> Iterable[AttemptSummary]:
             first_step=min(steps) if steps else None,
             last_step=max(steps) if steps else None,
         )
-
-
-def _last(events: list[Event], kind: type[T]) -> T | None:
-    return next((event for event in reversed(events) if isinstance(event, kind)), None)
 
 
 def _median(values: Iterable[float | None]) -> float | None:

@@ -19,7 +19,7 @@ from jobs.spec.events import Decision, Diagnosis, Event, RunEnded, RunStarted
 from jobs.spec.load import from_dict
 from jobs.spec.rundir import RunDir
 from orchestrator.config import WandbSpec
-from orchestrator.monitoring.history import HistoryError, follow, read_submissions
+from orchestrator.monitoring.history import HistoryError, follow, last_of, read_submissions
 from orchestrator.monitoring.summary import summarize
 from orchestrator.monitoring.wandb_files import (OFFSET_KEY, Note, delivered_offset, known_secrets, read_note,
                                                  wandb_mode, without_secrets, write_note)
@@ -79,8 +79,7 @@ class Delivery:
     @property
     def ended(self) -> bool:
         """Nothing more will come of this supervisor."""
-        marks = (event for event in reversed(self.events) if isinstance(event, RunStarted | RunEnded))
-        return self.off or isinstance(next(marks, None), RunEnded)
+        return self.off or isinstance(last_of(self.events, RunStarted | RunEnded), RunEnded)
 
     def visit(self, event: Event, *, end: int) -> None:
         self.events.append(event)

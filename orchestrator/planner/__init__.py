@@ -9,13 +9,10 @@ from collections.abc import Callable
 
 from jobs.spec import support
 from jobs.spec.counts import num_params
-from jobs.spec.model import AttentionConvention, ModelSpec
+from jobs.spec.model import AttentionConvention
 from jobs.spec.parallel import AXES, Layout
-from jobs.spec.training import TrainingSpec
-from orchestrator.cluster import ClusterSpec
 from orchestrator.request import ParallelRequest
 from orchestrator.planner.axes import axis_effects, axis_groups
-from orchestrator.planner.cost import Priced
 from orchestrator.planner.memory import stage_memory
 from orchestrator.planner.plan import Plan, PlanError, PlannedJob, layout_from_flat, plan_from_dict, plan_json
 from orchestrator.planner.question import Question
@@ -30,27 +27,18 @@ SHOWN_TOO_BIG = 3
 SHOWN_FREE = 3  # faster ones that the request rules out
 
 
-def plan(model: ModelSpec, *, training: TrainingSpec, cluster: ClusterSpec, request: ParallelRequest, headroom: float,
-         allow_tp_across_nodes: bool, num_nodes: int, mfu_convention: AttentionConvention = "causal",
-         trainable: bool = False, clock: Callable[[], float] = time.perf_counter) -> Plan:
+def plan(question: Question, *, headroom: float, convention: AttentionConvention = "causal", axes: bool = False,
+         clock: Callable[[], float] = time.perf_counter) -> Plan:
     """The fastest legal layout whose heaviest stage fits. Raises PlanError with every reason if there is none.
 
-    `num_nodes` are the nodes that may train (spares are not counted); `cluster` gives their shape and links.
-    `trainable` leaves out what this version's trainer does not run: for a run. Without it everything is searched, and
-    `Plan.untrained` says what of the winner the trainer does not run.
+    A `trainable` question leaves out what this version's trainer does not run: for a run. Without it everything is
+    searched, and `Plan.untrained` says what of the winner the trainer does not run. With `axes`, also what each axis is
+    worth.
     """
-    question = Question(model=model, training=training, cluster=cluster, request=request, num_nodes=num_nodes,
-                        allow_tp_across_nodes=allow_tp_across_nodes, trainable=trainable)
-    return plan_question(question, headroom=headroom, convention=mfu_convention, clock=clock)
-
-
-def plan_question(question: Question, *, headroom: float, convention: AttentionConvention = "causal",
-                  axes: bool = False, clock: Callable[[], float] = time.perf_counter) -> Plan:
-    """As `plan`, of a question that is put together already; with `axes`, also what each axis is worth."""
     started = clock()
     problems = question_problems(question)
     if problems:
-        raise PlanError([with_crossing_cost(p, question, winner=_winner(headroom, convention)) for p in problems])
+        raise PlanError([with_crossing_cost(p, question, headroom=headroom, convention=convention) for p in problems])
     search = Search(question, headroom=headroom, convention=convention)
     free = search.again(_freed(question)) if question.request.fixed() else search
     groups = axis_groups(question) if axes else ()
@@ -95,15 +83,6 @@ def _gist(layout: Layout) -> tuple[object, ...]:
 def _freed(question: Question) -> Question:
     """Without what the user fixed."""
     return dataclasses.replace(question, request=ParallelRequest(uneven_batch=question.request.uneven_batch))
-
-
-def _winner(headroom: float, convention: AttentionConvention) -> Callable[[Question], Priced | None]:
-    def winner(question: Question) -> Priced | None:
-        if question_problems(question):
-            return None
-        return next(Search(question, headroom=headroom, convention=convention).ranked(), None)
-
-    return winner
 
 
 def _job(question: Question, *, headroom: float) -> PlannedJob:

@@ -9,7 +9,7 @@ from orchestrator.cluster import ClusterSpec
 from orchestrator.planner.links import Group, collective_s, placed_group, send_recv_s
 from orchestrator.planner.plan import Op, Phase, Transfer
 from orchestrator.planner.software import Software
-from orchestrator.planner.weights import layer_kinds
+from orchestrator.planner.weights import stage_kinds
 
 
 class Book:
@@ -21,8 +21,7 @@ class Book:
         self.dims, self.software, self.stage = layout.dims, software, stage
         self.first, self.last = stage == 0, stage == layout.num_stages - 1
         self.layers = layout.layers_per_stage[stage]
-        start = sum(layout.layers_per_stage[:stage])
-        self.kinds = layer_kinds(model, start, start + self.layers)
+        self.kinds = stage_kinds(model, layout, stage)
         self.m = layout.num_microbatches
         self.element = DTYPE_BYTES[training.param_dtype]
         self.reduced = DTYPE_BYTES[training.reduce_dtype]

@@ -19,7 +19,8 @@ from orchestrator.planner.software import OURS
 from orchestrator.planner.parts import Pass, Shape, Variant
 from orchestrator.planner.stages import stage_cost
 from orchestrator.planner.timeline import StageTimes, lower_bound_s
-from orchestrator.planner.weights import dense_weights, ends_params, layer_kinds, layer_weights, like_layers
+from orchestrator.planner.weights import (dense_weights, ends_params, layer_kinds, layer_weights, like_layers,
+                                          stages_like)
 
 ROUNDING = 1 - 1e-9  # bounds add the same figures as prices, in another order
 # Rank r waits for r stages of as many as there are: on the mean half of them, less where the split is uneven.
@@ -70,7 +71,6 @@ class Bounds:
         self._covers = functools.cache(self._cover_seconds)
         self._split_stages = functools.cache(self._stages_of)
         self._weights = functools.cache(lambda tp: dense_weights(self.model, tp=tp))
-        self._kinds = functools.cache(self._stage_kinds)
         self.rest = functools.cache(self._rest)
         self._least_rest = functools.cache(self._least_of)
 
@@ -152,20 +152,13 @@ class Bounds:
         return self._split_stages(one._replace(splits_backward=split), shape.pp, variant.layers_per_stage)
 
     def _stages_of(self, one: Pass, pp: int, layers_per_stage: tuple[int, ...]) -> tuple[StageTimes, ...]:
-        send_s = self._send_s(pp, one)
-        kinds, kind_of = self._kinds(layers_per_stage)
-        found = [self.stage_s(one, *kind, send_s) for kind in kinds]
-        return tuple([found[kind] for kind in kind_of])
-
-    def _stage_kinds(self, layers_per_stage: tuple[int, ...]) -> tuple[list[tuple], list[int]]:
-        """Stages that differ (layers, whether first, whether last), and which of them each stage is."""
-        known: dict[tuple, int] = {}
-        kind_of, last, start = [], len(layers_per_stage) - 1, 0
-        for stage, layers in enumerate(layers_per_stage):
-            kind = (like_layers(self.model, start, start + layers), stage == 0, stage == last)
-            kind_of.append(known.setdefault(kind, len(known)))
-            start += layers
-        return list(known), kind_of
+        send_s, last, found = self._send_s(pp, one), len(layers_per_stage) - 1, {}
+        like = stages_like(self.model, layers_per_stage)
+        for stage in dict.fromkeys(like):
+            start = sum(layers_per_stage[:stage])
+            layers = like_layers(self.model, start, start + layers_per_stage[stage])
+            found[stage] = self.stage_s(one, layers, stage == 0, stage == last, send_s)
+        return tuple([found[stage] for stage in like])
 
     def _stage_s(self, one: Pass, layers: tuple[tuple, ...], first: bool, last: bool, send_s: float) -> StageTimes:
         parts = [(count, self.layer_s(one, self._kind_of[moe, window])) for moe, window, count in layers]

@@ -28,7 +28,7 @@ from orchestrator.planner.schedules import peaks, stages_of
 from orchestrator.planner.software import OURS, Software
 from orchestrator.planner.stages import StageCost, stage_cost
 from orchestrator.planner.timeline import StageTimes, Timeline, pipeline_s, timeline
-from orchestrator.planner.weights import like_layers, rank_weights
+from orchestrator.planner.weights import like_layers, rank_weights, stages_like
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +95,7 @@ def price(model: ModelSpec, layout: Layout, *, training: TrainingSpec, cluster: 
         optimizer_s=costs.update_s,
         bubble_fraction=bubble_s / whole_s,
         memory_gib=memory.total_gib,
-        memory_stage=memory.stage,
+        memory_pp_rank=memory.pp_rank,
         memory_limit_gib=cluster.gpu_memory_gib * (1 - headroom),
     )
     return Priced(layout=layout, predicted=predicted, transfers=_waiting(ranks[busiest], whole_s - unhindered_s),
@@ -142,11 +142,8 @@ def _waiting(rank: list[StageCost], waited_s: float) -> tuple[Transfer, ...]:
     found = [transfer for stage in rank for transfer in stage.transfers]
     messages_s = sum(t.seconds for t in found if t.axis == "pp" and t.phase != "step")
     share = min(1.0, waited_s / messages_s) if messages_s else 0.0
-    return tuple(_exposed(t, share * t.seconds) if t.axis == "pp" and t.phase != "step" else t for t in found)
-
-
-def _exposed(transfer: Transfer, exposed_s: float) -> Transfer:
-    return dataclasses.replace(transfer, exposed_s=exposed_s)
+    return tuple(dataclasses.replace(t, exposed_s=share * t.seconds) if t.axis == "pp" and t.phase != "step" else t
+                 for t in found)
 
 
 def _telling_ranks(model: ModelSpec, layout: Layout) -> tuple[int, ...]:
@@ -193,28 +190,20 @@ def _stage_costs(model: ModelSpec, layout: Layout, *, training: TrainingSpec, cl
     """Cost of every stage; equal ones are computed once."""
     shape: Shape = shape_of(layout, seq_len=training.seq_len)
     known: dict[int, StageCost] = {}
-    like = _stages_like(model, layout.layers_per_stage, layout.schedule, layout.dims.pp)
-    if layout.reshard_after_forward and layout.dims.pp > 1:  # stages gather at different times
-        passes = [gather_passes(layout, stage=stage) for stage in range(layout.num_stages)]
+    pp, stages = layout.dims.pp, range(layout.num_stages)
+    like = stages_like(model, layout.layers_per_stage)
+    apart: list = []  # what else may tell stages from one another
+    if layout.schedule in V_SCHEDULES:  # the turn of a V sends nothing
+        apart.append([stage if stage in (pp - 1, pp) else None for stage in stages])
+    if layout.reshard_after_forward and pp > 1:  # stages gather at different times
+        apart.append([gather_passes(layout, stage=stage) for stage in stages])
+    if apart:
         firsts: dict[tuple, int] = {}
-        like = tuple(firsts.setdefault(kind, stage) for stage, kind in enumerate(zip(like, passes)))
+        like = tuple(firsts.setdefault(kind, stage) for stage, kind in enumerate(zip(like, *apart)))
     for stage in dict.fromkeys(like):
         known[stage] = stage_cost(model, layout, training=training, cluster=cluster, stage=stage, shape=shape,
                                   chip=chip, software=software)
     return [known[stage] for stage in like]
-
-
-@functools.lru_cache(maxsize=4096)  # asked for every layout
-def _stages_like(model: ModelSpec, layers_per_stage: tuple[int, ...], schedule: Schedule, pp: int) -> tuple[int, ...]:
-    """For every stage the first one that is like it: in its layers, the ends of the model, and what it sends."""
-    last, start, firsts = len(layers_per_stage) - 1, 0, {}
-    found = []
-    for stage, layers in enumerate(layers_per_stage):
-        turn = stage if schedule in V_SCHEDULES and stage in (pp - 1, pp) else None  # of a V: sends nothing
-        kind = (stage == 0, stage == last, turn, like_layers(model, start, start + layers))
-        found.append(firsts.setdefault(kind, stage))
-        start += layers
-    return tuple(found)
 
 
 def _update_s(model: ModelSpec, layout: Layout, *, chip: Chip) -> float:

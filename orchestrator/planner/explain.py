@@ -9,14 +9,14 @@ from typing import Any
 
 from jobs.spec import support
 from jobs.spec.load import Problem, SpecError, suggest
-from jobs.spec.parallel import Layout
 from orchestrator.request import CHOICES, COUNTS, ParallelRequest
 from orchestrator.planner.cost import Priced
 from orchestrator.planner.plan import Plan
 from orchestrator.planner.question import Question
-from orchestrator.planner.reasons import EQUAL, gib, grown_parts, ms, too_big_by
+from orchestrator.planner.reasons import EQUAL, gib, grown_parts, too_big_by
 from orchestrator.planner.refusals import question_problems
 from orchestrator.planner.search import Search
+from orchestrator.planner.words import seconds
 
 LONGEST_COUNT = 12  # digits of any degree or size that is worth a word
 
@@ -26,9 +26,7 @@ class Explained:
     """One layout beside the winner."""
 
     asked: str
-    # the best of what was asked for; None: there is none, even were the rules of placement lifted
-    layout: Layout | None
-    priced: Priced | None
+    priced: Priced | None  # the best of what was asked for; None: there is none, even with rules of placement lifted
     reasons: tuple[str, ...]  # every reason it lost; the rules it breaks first
 
 
@@ -74,15 +72,14 @@ def explain(question: Question, wishes: dict[str, Any], *, asked: str, winner: P
     lifted = dataclasses.replace(wished, allow_tp_across_nodes=True)
     remaining = question_problems(lifted)
     if remaining:
-        return Explained(asked=asked, layout=None, priced=None, reasons=tuple(broken or map(str, remaining)))
+        return Explained(asked=asked, priced=None, reasons=tuple(broken or map(str, remaining)))
     search = Search(lifted, headroom=headroom, convention=winner.predicted.mfu_convention)
     best = next(search.ranked(), None) or search.smallest()
     if best is None:
         broken += [str(problem) for problem in search.space.ledger.examples.values()]
-        return Explained(asked=asked, layout=None, priced=None, reasons=tuple(broken or ("no degrees multiply to the "
-                                                                                          "ranks as asked",)))
-    return Explained(asked=asked, layout=best.layout, priced=best,
-                     reasons=tuple(broken) + tuple(reasons(best, winner)))
+        return Explained(asked=asked, priced=None,
+                         reasons=tuple(broken or ["no degrees multiply to the ranks as asked"]))
+    return Explained(asked=asked, priced=best, reasons=(*broken, *reasons(best, winner)))
 
 
 def reasons(one: Priced, winner: Priced) -> list[str]:
@@ -92,10 +89,10 @@ def reasons(one: Priced, winner: Priced) -> list[str]:
     if abs(change) < EQUAL and one.layout == winner.layout:
         return [*found, "it is the winner"]
     slower = f"{abs(change):.1%} {'slower' if change > 0 else 'faster'}"
-    found.append(f"step {ms(one.predicted.step_time_s)} against {ms(winner.predicted.step_time_s)}: {slower}")
+    found.append(f"step {seconds(one.predicted.step_time_s)} against {seconds(winner.predicted.step_time_s)}: {slower}")
     for name, grown in sorted(grown_parts(one, winner), key=lambda part: -abs(part[1])):
         if abs(grown) > EQUAL * winner.predicted.step_time_s:
-            found.append(f"{name} {'+' if grown > 0 else '−'}{ms(abs(grown))}")
+            found.append(f"{name} {'+' if grown > 0 else '−'}{seconds(abs(grown))}")
     if one.fits:
         found.append(f"memory {gib(one.predicted.memory_gib)} against {gib(winner.predicted.memory_gib)}")
     return found + [str(problem) for problem in support.layout_problems(one.layout)]

@@ -13,7 +13,7 @@ from jobs.spec.training import DTYPE_BYTES, TrainingSpec
 from orchestrator.planner.activations import block_activation_bytes, block_shape, waiting_gradient_bytes
 from orchestrator.planner.schedules import Counts, peaks
 from orchestrator.planner.software import OURS, Software
-from orchestrator.planner.weights import layer_kinds
+from orchestrator.planner.weights import stage_kinds
 
 
 def in_flight(layout: Layout, rank: int) -> int:
@@ -50,7 +50,7 @@ def _activations_bytes(model: ModelSpec, layout: Layout, *, seq_len: int, elemen
     each, waiting = [], []  # of one microbatch, by stage: activations, and gradients that wait for a second half
     for stage in layout.stages(rank):
         blocks = gradients = 0.0
-        for layer, count in _stage_kinds(model, layout, stage):
+        for layer, count in stage_kinds(model, layout, stage):
             per_block, whole, outputs = _block_bytes(
                 model, layer, microbatch_size=layout.microbatch_size, seq_len=seq_len, element=element, device=device,
                 recompute=layout.recompute, tp=dims.tp, sequence_parallel=layout.sequence_parallel, software=software)
@@ -97,8 +97,3 @@ def logits_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSpec, so
     waiting = layout.num_microbatches - 1 if layout.schedule == "gpipe" and layout.dims.pp > 1 else 0
     at_work = 4 if layout.dims.pp > 1 and software == OURS and layout.dims.tp == 1 else element if element < 4 else 0
     return each * ((waiting + 1) * (element + 4) + (0 if software.fused_loss else 4 + at_work))
-
-
-def _stage_kinds(model: ModelSpec, layout: Layout, stage: int) -> list[tuple[int, int]]:
-    start = sum(layout.layers_per_stage[:stage])
-    return layer_kinds(model, start, start + layout.layers_per_stage[stage])

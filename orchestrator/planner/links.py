@@ -30,7 +30,7 @@ class Group:
 def axis_group(dims: ParallelDims, axis: str, *, gpus_per_node: int) -> Group:
     """Group of `axis` on nodes of `gpus_per_node`: neighbours are as far apart as the inner axes are large.
     `fsdp` is dp_shard with cp; `ep` the innermost ranks of dp_shard × cp × tp, `edp` those with the same experts."""
-    degree, stride = _extent(dims, axis)
+    degree, stride = extent(dims, axis)
     span = stride * degree
     if span <= gpus_per_node and gpus_per_node % span == 0:
         return Group(ranks=degree, nodes=1, per_node=degree)
@@ -47,7 +47,7 @@ def placed_group(dims: ParallelDims, axis: str, *, cluster: ClusterSpec) -> Grou
 @functools.lru_cache(maxsize=65536)  # asked for every stage of many layouts
 def _placed(dims: ParallelDims, axis: str, *, gpus_per_node: int, domain_gpus: int,
             switches: tuple[SwitchSpec, ...]) -> Group:
-    degree, stride = _extent(dims, axis)
+    degree, stride = extent(dims, axis)
     island = _island(stride * degree, per_node=gpus_per_node, domain=domain_gpus)
     group = axis_group(dims, axis, gpus_per_node=island)
     nodes = -(-stride * degree // gpus_per_node)
@@ -68,7 +68,7 @@ def _island(span: int, *, per_node: int, domain: int) -> int:
     return next((size for size in whole if size % span == 0 or span % size == 0), per_node)
 
 
-def _extent(dims: ParallelDims, axis: str) -> tuple[int, int]:
+def extent(dims: ParallelDims, axis: str) -> tuple[int, int]:
     """(ranks, distance of neighbours) of an axis, or of a derived group."""
     def stride(name: str) -> int:
         return math.prod(getattr(dims, inner) for inner in dims.order[dims.order.index(name) + 1:])

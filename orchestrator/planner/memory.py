@@ -55,7 +55,7 @@ def stage_memory(model: ModelSpec, layout: Layout, *, training: TrainingSpec, st
     reduction = _reduction_bytes(model, layout, training=training, rank=stage, activations=activations, logits=logits,
                                  software=software)
     return StageMemory(
-        stage=stage,
+        pp_rank=stage,
         layers=sum(layout.layers_per_stage[s] for s in layout.stages(stage)),
         in_flight=in_flight(layout, stage),
         parameters_bytes=parameters,
@@ -93,7 +93,7 @@ def _states(layout: Layout, *, training: TrainingSpec, shards: _Shards, software
         # in the messages that will be reduced: float32 while microbatches are summed
         return sharded, max(sharded, MASTER_BYTES * shards.whole if layout.num_microbatches > 1 else whole)
     # Gradients are reduced with the last microbatch, so until then a rank sums the unsharded gradients of its
-    # stage (torch's pipeline stages do the same, even of one). The shards replace them unit by unit: the larger counts.
+    # stage. The shards replace them unit by unit: the larger counts.
     return sharded, max(sharded, whole)
 
 
@@ -155,7 +155,11 @@ def _reduction_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSpec
     unit, ends = (DTYPE_BYTES[training.reduce_dtype] * weights for weights in _largest_unit(model, layout, rank))
     summed_there = training.param_dtype != "float32" and training.reduce_dtype == "float32"  # else in place, before
     if layout.shards_gradients:
-        return unit
+        # that of an end of the model beside the gradient it is made from, when one microbatch's activations are gone
+        both = (1 + DTYPE_BYTES[training.param_dtype] / DTYPE_BYTES[training.reduce_dtype]) * ends
+        # FSDP keeps its last one, norm's and output's, until the next
+        kept = ends if layout.shards_weights and layout.num_microbatches > 1 else 0
+        return max(unit, kept, int(both) - activations // in_flight(layout, rank) - logits)
     if not layout.shards_weights and (layout.num_microbatches == 1 or summed_there):
         return 0
     if layout.num_microbatches == 1:

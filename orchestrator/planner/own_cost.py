@@ -48,7 +48,7 @@ def price(question: OwnQuestion, layout: Layout) -> Priced:
         tflops_per_gpu=per_gpu * flops / 1e12, mfu=per_gpu * flops / peak, mfu_convention="full",
         hfu=per_gpu * (flops + again) / peak, compute_s=compute_s,
         exposed_communication_s=step_s - compute_s - bubble_s - update_s, bubble_s=bubble_s, optimizer_s=update_s,
-        bubble_fraction=bubble_s / times[True], memory_gib=memory.total_gib, memory_stage=memory.stage,
+        bubble_fraction=bubble_s / times[True], memory_gib=memory.total_gib, memory_pp_rank=memory.pp_rank,
         memory_limit_gib=cluster.gpu_memory_gib * (1 - question.headroom))
     return Priced(layout=layout, predicted=predicted, memory=memory,
                   transfers=tuple(t for cost in ranks[busiest] for t in cost.transfers))

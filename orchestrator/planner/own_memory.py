@@ -66,7 +66,7 @@ def stage_memory(question: OwnQuestion, layout: Layout, rank: int) -> StageMemor
     logits = 12 * training.seq_len * layout.microbatch_size * vocab if last else 0
     again = max(0.0, again - logits / sequences)  # logits have gone when the first block is recomputed
     return StageMemory(
-        stage=rank, layers=sum(layout.layers_per_stage[stage] for stage in stages), in_flight=max(held),
+        pp_rank=rank, layers=sum(layout.layers_per_stage[stage] for stage in stages), in_flight=max(held),
         parameters_bytes=MASTER_BYTES * shard, gradients_bytes=gradients, optimizer_bytes=ADAM_BYTES * shard,
         gathered_bytes=_gathered_bytes(pieces, layout, whole=whole, shard=shard, element=element,
                                        replicated=replicated),

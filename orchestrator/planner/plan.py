@@ -41,7 +41,7 @@ class PlannedJob:
 class StageMemory:
     """Peak bytes of one pipeline rank, by what they are for."""
 
-    stage: int  # its coordinate on pp: under virtual stages it holds several
+    pp_rank: int  # its coordinate on pp: under virtual stages it holds several stages
     layers: int  # of all its stages
     in_flight: int  # microbatches whose activations are held at once
     parameters_bytes: int  # float32 master shard
@@ -91,6 +91,14 @@ class Transfer:
         return (0.5 if self.op in ("all_gather", "reduce_scatter") else 1.0) * self.payload_bytes * self.times
 
 
+def alike(transfers: tuple[Transfer, ...], *fields: str) -> list[list[Transfer]]:
+    """Those that agree in these fields together, in the order of the first of each."""
+    groups: dict[tuple, list[Transfer]] = {}
+    for one in transfers:
+        groups.setdefault(tuple(getattr(one, field) for field in fields), []).append(one)
+    return list(groups.values())
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
     """Per optimizer step. compute + exposed communication + bubble + optimizer = step time."""
@@ -108,7 +116,7 @@ class Prediction:
     optimizer_s: float
     bubble_fraction: float  # of the pipeline's time: (p−1)/(m+p−1) for even stages
     memory_gib: float  # heaviest pipeline rank
-    memory_stage: int  # that rank's coordinate on pp
+    memory_pp_rank: int  # that rank's coordinate on pp
     memory_limit_gib: float  # of the GPU, less the headroom
 
     @property

@@ -11,6 +11,7 @@ from jobs.spec.model import ModelSpec
 from jobs.spec.parallel import Layout
 from jobs.spec.training import TrainingSpec
 from orchestrator.cluster import ClusterSpec
+from orchestrator.config import RunConfig
 from orchestrator.request import ParallelRequest
 
 WORLD_AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")  # their degrees multiply to the ranks
@@ -38,6 +39,13 @@ class Question:
         if self.training.compile:
             found += support.compile_problems(layout)
         return found
+
+
+def question_of(config: RunConfig, *, trainable: bool) -> Question:
+    """Of a run that has a model and a training. Spares do not train."""
+    return Question(model=config.model, training=config.training, cluster=config.cluster, request=config.parallel,
+                    num_nodes=config.cluster.num_nodes - config.placement.spares,
+                    allow_tp_across_nodes=config.placement.allow_tp_across_nodes, trainable=trainable)
 
 
 def divisors(n: int) -> list[int]:

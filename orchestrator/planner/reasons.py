@@ -6,6 +6,7 @@ from jobs.spec.parallel import AXES
 from orchestrator.request import ParallelRequest
 from orchestrator.planner.cost import Priced
 from orchestrator.planner.plan import Prediction, Rejected
+from orchestrator.planner.words import seconds
 
 EQUAL = 5e-4  # times closer than this are called equal
 SLOWED = "compute slowed by hidden communication"
@@ -35,8 +36,8 @@ def reason(loser: Priced, winner: Priced) -> str:
     parts = grown_parts(loser, winner)
     (name, grown), (other, shrunk) = max(parts, key=lambda part: part[1]), min(parts, key=lambda part: part[1])
     # what grew is more than what was lost by much: say where the rest came back
-    back = f", {other} −{ms(-shrunk)}" if grown > 2 * (mine.step_time_s - best.step_time_s) else ""
-    return f"{slower:.1%} slower: {name} +{ms(grown)}{back}"
+    back = f", {other} −{seconds(-shrunk)}" if grown > 2 * (mine.step_time_s - best.step_time_s) else ""
+    return f"{slower:.1%} slower: {name} +{seconds(grown)}{back}"
 
 
 def grown_parts(loser: Priced, winner: Priced) -> list[tuple[str, float]]:
@@ -60,7 +61,7 @@ def cost_parts(priced: Priced) -> dict[str, float]:
 
 def too_big_by(one: Priced) -> str:
     mine = one.predicted
-    return (f"too big by {gib(mine.memory_gib - mine.memory_limit_gib)} on pipeline rank {mine.memory_stage}: "
+    return (f"too big by {gib(mine.memory_gib - mine.memory_limit_gib)} on pipeline rank {mine.memory_pp_rank}: "
             f"{gib(mine.memory_limit_gib)} are allowed")
 
 
@@ -71,10 +72,6 @@ def worded(value: object) -> str:
 
 def gib(value: float) -> str:
     return f"{value:.1f} GiB" if value >= 0.1 else f"{value * 1024:.1f} MiB"
-
-
-def ms(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 
 def _rejected(one: Priced, why: str) -> Rejected:

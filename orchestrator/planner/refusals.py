@@ -4,18 +4,19 @@ Called by the planner's entry before the search (wishes that no layout can meet)
 """
 import dataclasses
 import math
-from collections.abc import Callable
 
 from jobs.spec import support
 from jobs.spec.load import Problem
+from jobs.spec.model import AttentionConvention
 from jobs.spec.parallel import VIRTUAL_STAGES
 from orchestrator.request import request_value_problems
 from orchestrator.planner import pipeline_rules, rules
 from orchestrator.planner.choices import node_counts
 from orchestrator.planner.cost import Priced
 from orchestrator.planner.question import WORLD_AXES, Question, divisors, listed
-from orchestrator.planner.reasons import gib, ms
+from orchestrator.planner.reasons import gib
 from orchestrator.planner.search import Search
+from orchestrator.planner.words import seconds
 
 SIZES = {  # what must be at least 1, by the part of the question it is in
     "model": ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim"),
@@ -167,18 +168,23 @@ def _world_problems(fixed: dict[str, int], question: Question, *, nodes: int | N
 
 
 # ------------------------------------------------------------------ what it would cost
-def with_crossing_cost(problem: Problem, question: Question, *,
-                       winner: Callable[[Question], Priced | None]) -> Problem:
+def with_crossing_cost(problem: Problem, question: Question, *, headroom: float,
+                       convention: AttentionConvention) -> Problem:
     """A tp refused for crossing nodes also says what it would have cost."""
     if problem.where != "parallel.tp" or "crosses nodes" not in problem.message:
         return problem
+
+    def winner(asked: Question) -> Priced | None:
+        return None if question_problems(asked) else next(
+            Search(asked, headroom=headroom, convention=convention).ranked(), None)
+
     crossing = winner(dataclasses.replace(question, allow_tp_across_nodes=True))
     inside = winner(dataclasses.replace(question, request=dataclasses.replace(question.request, tp="auto")))
     if crossing is None or inside is None:
         return problem  # there is nothing to compare: one of the two is impossible for another reason
     slower = crossing.predicted.step_time_s / inside.predicted.step_time_s - 1
-    cost = (f"predicted {ms(crossing.predicted.step_time_s)} a step, {slower:+.0%} against "
-            f"{ms(inside.predicted.step_time_s)} with tp={inside.layout.dims.tp}")
+    cost = (f"predicted {seconds(crossing.predicted.step_time_s)} a step, {slower:+.0%} against "
+            f"{seconds(inside.predicted.step_time_s)} with tp={inside.layout.dims.tp}")
     return dataclasses.replace(problem, message=f"{problem.message}; {cost}")
 
 
@@ -199,7 +205,7 @@ def too_big(search: Search) -> list[Problem]:
     return [Problem(where="memory", value=None, message=f"none of {search.space.count()} legal layouts fits the "
                     f"{gib(predicted.memory_limit_gib)} of {question.cluster.gpu} that memory.headroom={headroom:g} "
                     f"leaves; the smallest, {smallest.layout}, needs {gib(predicted.memory_gib)} on pipeline rank "
-                    f"{predicted.memory_stage}; what would fit: {'; '.join(remedies)}")]
+                    f"{predicted.memory_pp_rank}; what would fit: {'; '.join(remedies)}")]
 
 
 def _levers(search: Search) -> list[tuple[str, Priced]]:

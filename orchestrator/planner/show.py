@@ -7,9 +7,9 @@ from rich.table import Table
 from rich.text import Text
 
 from jobs.spec.parallel import AXES, Layout
-from orchestrator.planner.plan import GIB, Plan, Prediction, StageMemory, Transfer
+from orchestrator.planner.plan import GIB, Plan, Prediction, StageMemory, alike
 from orchestrator.planner.reasons import SLOWED
-from orchestrator.planner.words import details, seconds, size
+from orchestrator.planner.words import details, params, seconds, size
 
 BAR_WIDTH = 52
 MEMORY_PARTS = (("parameters", "blue"), ("gradients", "magenta"), ("optimizer", "cyan"), ("gathered", "yellow"),
@@ -57,8 +57,7 @@ def _labelled(label: str, *lines: Text) -> Table:
 
 def _headline(plan: Plan) -> Text:
     job = plan.job
-    params = f"{job.num_params / 1e9:.2f} B" if job.num_params >= 1e9 else f"{job.num_params / 1e6:.2f} M"
-    text = Text.assemble((job.model, "bold"), f"  {params} parameters  on  ", (job.cluster, "bold"),
+    text = Text.assemble((job.model, "bold"), f"  {params(job.num_params)} parameters  on  ", (job.cluster, "bold"),
                          f"  {job.num_nodes} node{'s' if job.num_nodes > 1 else ''} × {job.gpus_per_node} "
                          f"{job.gpu}\n",
                          (f"sequences of {job.seq_len} tokens, {job.global_batch_size} per step, {job.param_dtype}; "
@@ -110,7 +109,7 @@ def _heaviest(plan: Plan) -> StageMemory:
 def _memory_line(plan: Plan) -> Text:
     heaviest, limit = _heaviest(plan), plan.predicted.memory_limit_gib * GIB
     return Text.assemble((size(heaviest.total_bytes), "bold green"),
-                         f" on pipeline rank {heaviest.stage}, the heaviest, of {size(limit)} "
+                         f" on pipeline rank {heaviest.pp_rank}, the heaviest, of {size(limit)} "
                          f"({plan.job.gpu} less {plan.job.headroom:.0%} headroom)")
 
 
@@ -130,7 +129,7 @@ def _memory(plan: Plan) -> Table:
         rows.add_column(Text(MEMORY_HEADS.get(part, part), colour), justify="right", no_wrap=True)
     rows.add_column(name, justify="right", style="bold", no_wrap=True)
     for rank in _shown_stages(plan.memory):
-        rows.add_row(str(rank.stage), str(rank.layers), str(rank.in_flight),
+        rows.add_row(str(rank.pp_rank), str(rank.layers), str(rank.in_flight),
                      *(f"{getattr(rank, f'{part}_bytes') / unit:.2f}" for part, _ in MEMORY_PARTS),
                      f"{rank.total_bytes / unit:.2f}")
     return rows
@@ -157,12 +156,14 @@ def _communication(plan: Plan) -> Table:
         rows.add_column(column, justify=justify, no_wrap=column != "of", overflow="fold")
     inner_first = ("tp", "cp", "ep", "pp", "dp_shard", "dp_replicate")
     least_s, small = ROUNDING * plan.predicted.step_time_s, []
-    for alike in sorted(_alike(plan.communication), key=lambda alike: inner_first.index(alike[0].axis)):
-        one, total_s, exposed_s = alike[0], sum(t.seconds for t in alike), sum(t.exposed_s for t in alike)
+    # of forward and backward, and of several stages on one rank, in one line
+    lines = alike(plan.communication, "axis", "op", "what", "link", "payload_bytes")
+    for same in sorted(lines, key=lambda same: inner_first.index(same[0].axis)):
+        one, total_s, exposed_s = same[0], sum(t.seconds for t in same), sum(t.exposed_s for t in same)
         if total_s < least_s:
-            small += alike
+            small += same
             continue
-        rows.add_row(one.axis, one.op, one.what, size(one.payload_bytes), f"{sum(t.times for t in alike):,}",
+        rows.add_row(one.axis, one.op, one.what, size(one.payload_bytes), f"{sum(t.times for t in same):,}",
                      LINKS[one.link], seconds(total_s), Text(seconds(exposed_s), "red" if exposed_s > total_s / 2
                                                              else ""))
     if small:
@@ -172,14 +173,6 @@ def _communication(plan: Plan) -> Table:
     if slowed_s > least_s:  # the column's sum is the step's exposed communication
         rows.add_row("", "", SLOWED, "", "", "", "", seconds(slowed_s))
     return rows
-
-
-def _alike(transfers: tuple[Transfer, ...]) -> list[list[Transfer]]:
-    """The same operation of forward and backward, and of several stages on one rank, in one line."""
-    groups: dict[tuple, list[Transfer]] = {}
-    for one in transfers:
-        groups.setdefault((one.axis, one.op, one.what, one.link, one.payload_bytes), []).append(one)
-    return list(groups.values())
 
 
 def _rejected(plan: Plan) -> list[RenderableType]:

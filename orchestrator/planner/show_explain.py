@@ -10,12 +10,10 @@ from rich.text import Text
 
 from orchestrator.planner.explain import Explained
 from orchestrator.planner.plan import AxisEffect, Plan
-from orchestrator.planner.reasons import cost_parts, ms
+from orchestrator.planner.reasons import EQUAL, cost_parts
 from orchestrator.planner.show import MEMORY_PARTS, table
-from orchestrator.planner.words import details, size
+from orchestrator.planner.words import details, seconds, size
 from orchestrator.planner.cost import Priced
-
-EQUAL = 5e-4
 
 
 def axes_table(effects: tuple[AxisEffect, ...]) -> Group:
@@ -52,9 +50,9 @@ def _beside(one: Priced, winner: Priced) -> Table:
         if mine[name] != best[name] or name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep"):
             rows.add_row(name, _worded(mine[name]), _worded(best[name]))
     parts, others = cost_parts(one), cost_parts(winner)
-    rows.add_row("step", ms(one.predicted.step_time_s), ms(winner.predicted.step_time_s), style="bold")
+    rows.add_row("step", seconds(one.predicted.step_time_s), seconds(winner.predicted.step_time_s), style="bold")
     for name in dict.fromkeys((*parts, *others)):
-        rows.add_row(f"  {name}", ms(parts.get(name, 0.0)), ms(others.get(name, 0.0)))
+        rows.add_row(f"  {name}", seconds(parts.get(name, 0.0)), seconds(others.get(name, 0.0)))
     rows.add_row("tokens/s per GPU", f"{one.predicted.tokens_per_s_per_gpu:,.0f}",
                  f"{winner.predicted.tokens_per_s_per_gpu:,.0f}")
     rows.add_row("MFU", f"{one.predicted.mfu:.1%}", f"{winner.predicted.mfu:.1%}")

@@ -26,7 +26,7 @@ from orchestrator.planner.compute import LayerTimes, Shape, embedding_times, hea
 from orchestrator.planner.plan import Transfer
 from orchestrator.planner.software import Software
 from orchestrator.planner.timeline import StageTimes
-from orchestrator.planner.weights import layer_kinds
+from orchestrator.planner.weights import stage_kinds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,9 +64,8 @@ class StageCost:
 def compute_times(model: ModelSpec, layout: Layout, *, stage: int, shape: Shape, chip: Chip,
                   software: Software) -> LayerTimes:
     """All layers of a stage and the ends of the model that it holds, one microbatch."""
-    start = sum(layout.layers_per_stage[:stage])
     parts = [(count, layer_times(model, layer, shape=shape, chip=chip, software=software))
-             for layer, count in layer_kinds(model, start, start + layout.layers_per_stage[stage])]
+             for layer, count in stage_kinds(model, layout, stage)]
     if stage == 0:
         parts.append((1, embedding_times(model, shape=shape, chip=chip)))
     if stage == layout.num_stages - 1:

@@ -54,11 +54,6 @@ class Timeline:
     def bubble_s(self, rank: int) -> float:
         return self.total_s - self.busy_s(rank)
 
-    def waiting_s(self, rank: int) -> float:
-        """Bubbles between a rank's first and last computation: what remains of them where one step's fill may overlap
-        the drain of the step before (zero bubble, arXiv:2401.10241)."""
-        work = [span for span in self.ranks[rank] if span.kind != "bubble"]
-        return work[-1].end_s - work[0].start_s - self.busy_s(rank)
 
 
 def timeline(schedule: Schedule, *, stages: tuple[StageTimes, ...], virtual_stages: int,

@@ -33,14 +33,10 @@ def stage_splits(model: ModelSpec, *, num_stages: int, seq_len: int,
     return tuple(dict.fromkeys((by_work, with_ends)))
 
 
+@functools.lru_cache(maxsize=64)
 def layer_weights(model: ModelSpec, *, seq_len: int, recompute: Recompute) -> tuple[float, ...]:
     """FLOPs of every layer for one token of a step."""
-    return _layer_weights(model, seq_len, PASSES[recompute])
-
-
-@functools.lru_cache(maxsize=64)
-def _layer_weights(model: ModelSpec, seq_len: int, passes: float) -> tuple[float, ...]:
-    return tuple(passes * (2 * layer_matmul_params(model, layer) + layer_attention_flops_per_token(
+    return tuple(PASSES[recompute] * (2 * layer_matmul_params(model, layer) + layer_attention_flops_per_token(
         model, layer, seq_len=seq_len, convention="causal") / 3) for layer in range(model.num_layers))
 
 

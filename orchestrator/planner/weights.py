@@ -130,6 +130,22 @@ def layer_kinds(model: ModelSpec, start: int, stop: int) -> tuple[tuple[int, int
     return tuple((layers[0], len(layers)) for layers in counts.values())
 
 
+def stage_kinds(model: ModelSpec, layout: Layout, stage: int) -> tuple[tuple[int, int], ...]:
+    layers = layout.layers(stage)
+    return layer_kinds(model, layers.start, layers.stop)
+
+
+@functools.lru_cache(maxsize=4096)  # asked for every layout
+def stages_like(model: ModelSpec, layers_per_stage: tuple[int, ...]) -> tuple[int, ...]:
+    """For every stage the first one that is like it: in its layers, and in the ends of the model."""
+    last, start, firsts, found = len(layers_per_stage) - 1, 0, {}, []
+    for stage, layers in enumerate(layers_per_stage):
+        kind = (stage == 0, stage == last, like_layers(model, start, start + layers))
+        found.append(firsts.setdefault(kind, stage))
+        start += layers
+    return tuple(found)
+
+
 @functools.lru_cache(maxsize=16384)
 def like_layers(model: ModelSpec, start: int, stop: int) -> tuple[tuple, ...]:
     """What tells the layers from start to stop from others: kinds in their order, with their number."""

@@ -18,6 +18,10 @@ def size(value: float) -> str:
     return f"{value:.2f} GiB"
 
 
+def params(count: int) -> str:
+    return f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.2f} M"
+
+
 def details(layout: Layout) -> str:
     """Everything but degrees and batch, in words."""
     dims, layers = layout.dims, layout.layers_per_stage

@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
+from jobs.spec.load import to_dict
 from orchestrator.planner.constants import FITTED_GROUPS
 from orchestrator.validation.predict import GIB_PER_GB, Predicted
 
@@ -55,15 +56,11 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """The published form."""
-        groups = [{"group": g.group, "rows": g.rows, "refused": g.refused, "mape": g.mape, "max_ape": g.max_ape,
-                   "tau": g.tau, "regret": g.regret, "fitted": g.fitted, "memory_mape": g.memory_mape,
-                   "worst": g.worst} for g in self.groups]
         rows = [{"id": p.row.id, "predicted_step_time_s": p.predicted_step_time_s,
                  "measured_step_time_s": p.measured_step_time_s, "predicted_memory_gib": p.predicted_memory_gib,
                  "measured_memory_gb": p.row.memory_gb, "fits": p.fits, "refused": p.refused} for p in self.rows]
-        fits = {"precision": self.fits.precision, "recall": self.fits.recall,
-                "ran_but_refused": list(self.fits.ran_but_refused), "failed_but_fits": list(self.fits.failed_but_fits)}
-        return {"groups": groups, "rows": rows, "fits": fits}
+        fits = to_dict(self.fits) | {"precision": self.fits.precision, "recall": self.fits.recall}
+        return {"groups": to_dict(self.groups), "rows": rows, "fits": fits}
 
 
 def report_of(rows: tuple[Predicted, ...]) -> Report:

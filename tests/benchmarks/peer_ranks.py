@@ -21,6 +21,7 @@ from torch import Tensor
 
 from jobs.loader import Loader
 from jobs.optim import learning_rate
+from jobs.runtime import BACKENDS
 from jobs.spec.job import JobSpec
 from jobs.spec.load import from_dict
 from tests.benchmarks.decoder import adamw, decoder, forget_peak, peak_bytes, split_by_dtensor
@@ -87,7 +88,7 @@ def _loop(spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer, *, 
 def ours(spec: JobSpec) -> Turn:
     from tests.benchmarks import core
 
-    dist.init_process_group("gloo")
+    dist.init_process_group(BACKENDS["cpu"])
     run = core.ours(spec)
 
     def turn(count: int) -> float:

@@ -1,5 +1,8 @@
 """Messages travel while ranks compute: what starts before what, and that nothing waits in between. Times are the
 benchmarks' (tests.benchmarks.core); pipelines' messages: test_schedules.py."""
+import dataclasses
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,8 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from jobs.model.rule import AttentionKind, Rule
 from jobs.parallel.boundary import Boundary
+from jobs.parallel.bucket import Bucket
 from jobs.parallel.columns import column_parallel
 from jobs.parallel.context import ContextAttention
+from tests.helpers.models import MIXTURE
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, build_model, job, layout
 
@@ -45,34 +50,67 @@ class Order(TorchDispatchMode):
 
 
 # ------------------------------------------------------------------ gradients
+LAYERS = TINY.num_layers
+TIED = dataclasses.replace(TINY, tie_embeddings=True)
 # layout → the message of a unit, and how many are under way before the last matmul, which is of the first layer's
-# weights: those of the other layers, and of norm and output, where these are not FSDP's root, which it reduces last
+# weights: those of the other layers, and of norm and output, where these are not FSDP's root, which it reduces last;
+# tied, they are complete with the embedding. Experts on other ranks are a unit of their own, which is complete before
+# the rest of their layer; their tokens travel in the same messages, so there buckets are counted.
 REDUCTIONS = {
-    "replicas": (dict(dp_replicate=2), "sum", TINY.num_layers),
-    "ZeRO-1": (dict(dp_shard=2, zero_stage=1), "scatter", TINY.num_layers),
-    "ZeRO-2": (dict(dp_shard=2, zero_stage=2), "scatter", TINY.num_layers),
-    "ZeRO-3": (dict(dp_shard=2), "scatter", TINY.num_layers - 1),
+    "replicas": (dict(dp_replicate=2), TINY, "sum", LAYERS),
+    "replicas, tied": (dict(dp_replicate=2), TIED, "sum", LAYERS - 1),
+    "replicas, experts": (dict(dp_replicate=2), MIXTURE, "sum", LAYERS),
+    "ZeRO-1, experts on other ranks": (dict(dp_shard=4, ep=2, zero_stage=1, microbatch_size=1), MIXTURE, "bucket",
+                                       2 * LAYERS),
+    "ZeRO-1": (dict(dp_shard=2, zero_stage=1), TINY, "scatter", LAYERS),
+    "ZeRO-2": (dict(dp_shard=2, zero_stage=2), TINY, "scatter", LAYERS),
+    "ZeRO-3": (dict(dp_shard=2), TINY, "scatter", LAYERS - 1),
 }
 
 
 def order_of_a_step(spec) -> list[str]:
     parallel = build_model(spec)
-    batch = torch.zeros(4, 16, dtype=torch.int64)
+    batch = torch.randint(0, 256, (spec.layout.microbatch_size, 16))  # enough for every rank's experts
     parallel.forward_backward(batch, batch)
-    with Order() as order:
+    reduce = Bucket.reduce
+    with Order() as order, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Bucket, "reduce", lambda *args, **rest: order.words.append("bucket") or reduce(*args, **rest))
         parallel.forward_backward(batch, batch)
     return order.words
 
 
 @pytest.mark.parametrize("case", REDUCTIONS)
 def test_gradients_are_reduced_while_backward_goes_on(case, tmp_path):
-    arguments, message, under_way = REDUCTIONS[case]
-    spec = job(tmp_path, layout(microbatch_size=4, **arguments))
-    for words in run_ranks(order_of_a_step, world_size=2, args=(spec,)):
+    arguments, model, message, under_way = REDUCTIONS[case]
+    spec = job(tmp_path, layout(model=model, **{"microbatch_size": 4, **arguments}), model=model)
+    for words in run_ranks(order_of_a_step, world_size=spec.world_size, args=(spec,)):
         last = len(words) - words[::-1].index("mm")
         assert words[:last].count(message) == under_way
-        if case in ("replicas", "ZeRO-1"):  # FSDP waits for the one before
+        if case == "replicas":
             assert "wait" not in words[words.index(message):last]
+        if case in ("ZeRO-1", "ZeRO-2"):  # the one before is waited for; FSDP waits for some at once
+            assert (message, "wait") not in itertools.pairwise(words[:last])
+
+
+def order_of_a_forward(spec) -> list[str]:
+    """Behind an update."""
+    parallel = build_model(spec)
+    batch = torch.zeros(4, 16, dtype=torch.int64)
+    parallel.forward_backward(batch, batch)
+    parallel.gradients.clear()
+    with Order() as order:
+        parallel.refresh_weights()
+        parallel.model_parts[0](batch)
+    return order.words
+
+
+@pytest.mark.parametrize("model", [TINY, TIED], ids=["untied", "tied"])
+def test_updated_weights_are_gathered_while_those_before_them_compute(model, tmp_path):
+    spec = job(tmp_path, layout(model=model, dp_shard=2, zero_stage=1, microbatch_size=4), model=model)
+    for words in run_ranks(order_of_a_forward, world_size=2, args=(spec,)):
+        ahead = words[:words.index("mm")].count("gather")
+        assert ahead == 4  # two at once; a third when the embedding is used, a fourth when the first layer is
+        assert words.count("gather") == LAYERS + 1 + (model is TINY)
 
 
 # ------------------------------------------------------------------ keys, activations

@@ -1,5 +1,6 @@
 """What a rank's process is given: a device of its own, and groups that do not wait for ever."""
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +9,6 @@ import torch.distributed as dist
 from jobs import runtime
 from jobs.mesh import build_mesh
 from jobs.parallel.expert import build_expert_mesh
-from jobs.process import num_threads
 from jobs.spec.parallel import ParallelDims
 from tests.helpers.ranks import run_ranks
 
@@ -45,17 +45,13 @@ def test_no_group_waits_longer_than_it_is_told():
     assert max(found.values()) < 3.0, found
 
 
-def threads_added_by_a_mesh(dims: ParallelDims) -> int:
-    before = num_threads()
-    build_mesh(dims, device=torch.device("cpu"))
-    return num_threads() - before
+def network_threads_of_a_mesh() -> int:
+    build_mesh(DIMS, device=torch.device("cpu"))
+    return sum((task / "comm").read_text().startswith("gloo_tcp") for task in Path("/proc/self/task").iterdir())
 
 
-@pytest.mark.parametrize("dims, added", [(ParallelDims(dp_replicate=2), False),  # the world's own group
-                                         (ParallelDims(dp_replicate=2, tp=2), True)], ids=str)
-def test_an_axis_of_one_rank_has_no_threads(dims, added):
-    assert all(bool(count) == added for count in run_ranks(threads_added_by_a_mesh, world_size=dims.world_size,
-                                                           args=(dims,)))
+def test_all_groups_of_a_rank_share_one_network_thread():
+    assert run_ranks(network_threads_of_a_mesh, world_size=4) == [1] * 4
 
 
 def test_a_rank_without_a_gpu_says_so(monkeypatch):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import schedules
 
-from jobs.parallel.pipeline import Stage
+from jobs.parallel.stage import Stage
 from jobs.spec.support import layout_problems
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, assert_matches_single_rank, build_model, job, layout

@@ -1,7 +1,9 @@
 """Validation gives on every layout the single rank's loss, and training does not notice it: losses, gradient norms and
 all that is saved after the last step are the same bits with it and without."""
 import dataclasses
+import json
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from jobs.spec.events import ShardReport, StepReport, ValidationReport
 from jobs.spec.job import FaultSpec
+from jobs.spec.load import to_dict
 from jobs.spec.own_model import OwnModel
 from jobs.spec.training import DataSpec, OptimizerSpec, ValidationSpec
 from jobs.verify.collectives import CollectiveLog
@@ -30,7 +33,7 @@ DUALPIPEV = dict(schedule="dualpipev", virtual_stages=2)
 INTERLEAVED = dict(schedule="interleaved_1f1b", virtual_stages=2)
 IZB = dict(schedule="interleaved_zero_bubble", virtual_stages=2)
 MASKED = {"document_mask": True}
-DEPTH = {"mixer": MIXER.arguments["depth"], "tied": 2}  # of own models
+DEPTH = {"mixer": 4, "tied": 4}  # of own models
 START_S = 600.0  # a first step may compile
 
 # what is special about the case → (layout, model, changes of the training, of what is validated on)
@@ -39,9 +42,9 @@ FAST = {
     "dp_replicate2: the last slot is empty": (dict(dp_replicate=2), TINY, dict(global_batch_size=7), {}),
     "ZeRO-3": (dict(dp_shard=2), TINY, {}, {}),
     "ZeRO-1": (dict(dp_shard=2, zero_stage=1), TINY, {}, {}),
-    "tp2 × pp2": (dict(tp=2, pp=2), TINY, {}, {}),
+    "tp2": (dict(tp=2), TINY, {}, {}),
     "cp2": (dict(cp=2), TINY, {}, {}),
-    "zbv × dp_shard2": (dict(pp=2, dp_shard=2, **V), TINY, {}, {}),
+    "zbv": (dict(pp=2, **V), TINY, {}, {}),
     "dualpipev: forwards come inside of pairs": (dict(pp=2, **DUALPIPEV), TINY, {}, {}),
     "experts are not counted: ep2": (dict(dp_shard=2, ep=2), DEEPSEEK3, {}, {}),
     "nothing is dropped out: pp2": (dict(pp=2), GPT, {}, {}),
@@ -53,7 +56,7 @@ SLOW = {
     "ZeRO-3, reduced every microbatch": (dict(dp_shard=2, reduce_every_microbatch=True), TINY, {}, {}),
     "ZeRO-3, units of two layers": (dict(dp_shard=2, layers_per_unit=2), TINY, {}, {}),
     "dp_replicate2 × dp_shard2": (dict(dp_replicate=2, dp_shard=2), TINY, {}, {}),
-    "tp2": (dict(tp=2), TINY, {}, {}),
+    "tp2 × pp2": (dict(tp=2, pp=2), TINY, {}, {}),
     "tp2, whole sequences between layers": (dict(tp=2, sequence_parallel=False), TINY, {}, {}),
     "cp2, gathered keys": (dict(cp=2, cp_method="allgather"), TINY, {}, {}),
     "gpipe": (dict(pp=2, schedule="gpipe"), TINY, {}, {}),
@@ -62,7 +65,9 @@ SLOW = {
     "interleaved_1f1b × ZeRO-3": (dict(pp=2, dp_shard=2, **INTERLEAVED), TINY, {}, {}),
     "interleaved_zero_bubble × ZeRO-2": (dict(pp=2, dp_shard=2, zero_stage=2, **IZB), TINY, {}, {}),
     "zbv of four ranks": (dict(pp=4, **V), dataclasses.replace(TINY, num_layers=8), {}, {}),
-    "dualpipev × dp_shard2": (dict(pp=2, dp_shard=2, zero_stage=2, **DUALPIPEV), TINY, {}, {}),
+    "zbv × dp_shard2": (dict(pp=2, dp_shard=2, **V), TINY, {}, {}),
+    "dualpipev × dp_shard2": (dict(pp=2, dp_shard=2, zero_stage=2, microbatch_size=1, **DUALPIPEV),
+                               TINY, {}, {}),
     "pp4: stages without loss or tokens": (dict(pp=4), TINY, {}, {}),
     "tp2 × pp2 × dp_shard2": (dict(tp=2, pp=2, dp_shard=2), TINY, {}, {}),
     "cp2 × pp2": (dict(cp=2, pp=2), TINY, {}, {}),
@@ -115,6 +120,18 @@ def noticed(reports: list) -> tuple:
     return [(report.loss, report.grad_norm) for report in reports if isinstance(report, StepReport)], shards
 
 
+_REFERENCES: dict[str, dict[int, float]] = {}
+
+
+def reference(where, model, training) -> dict[int, float]:
+    """Validations of the single rank, by step."""
+    key = json.dumps([to_dict(one) for one in (where, model, training)])
+    if key not in _REFERENCES:
+        with tempfile.TemporaryDirectory() as folder:
+            _REFERENCES[key] = validations(trained(Path(folder), where, model, training))
+    return _REFERENCES[key]
+
+
 def check(case: tuple, run_dir: Path) -> None:
     degrees, model, changes, data = case
     training = dataclasses.replace(TRAINING, **changes)
@@ -122,9 +139,7 @@ def check(case: tuple, run_dir: Path) -> None:
     size = {"global_batch_size": training.global_batch_size}
     where = layout(model=dataclasses.replace(TINY, num_layers=depth), **size, **degrees)
     single = layout(model=dataclasses.replace(TINY, num_layers=depth), **size, microbatch_size=training.global_batch_size)
-    plain = dataclasses.replace(training, compile=False)
-    with tempfile.TemporaryDirectory() as folder:
-        wanted = validations(trained(Path(folder), single, model, with_validation(plain, **data)))
+    wanted = reference(single, model, with_validation(dataclasses.replace(training, compile=False), **data))
     found = trained(run_dir / "with", where, model, with_validation(training, **data))
     assert list(wanted) == [2, 4, 5] and validations(found) == pytest.approx(wanted, rel=TOLERANCE, abs=0)
     assert noticed(found) == noticed(trained(run_dir / "without", where, model, training))
@@ -153,21 +168,37 @@ def test_the_loss_is_that_of_steps_on_the_same_batches(ends, tmp_path):
     assert {r.tokens for r in reports if isinstance(r, ValidationReport)} == {3 * 8 * 16}
 
 
+# a model that drops out → the same without
+DROPPING = {
+    "GPT": (GPT, dataclasses.replace(GPT, dropout=0.0, attention_dropout=0.0)),
+    "an own model": (TIED, dataclasses.replace(TIED, arguments={"p": 0.0})),
+}
+
+
+@pytest.mark.parametrize("case", DROPPING)
+def test_nothing_is_dropped_out(case, tmp_path):
+    still = with_validation(dataclasses.replace(TRAINING, steps=1, optimizer=OptimizerSpec(lr=0.0)))
+    dropping, whole = (trained(tmp_path / name, layout(), model, still) for name, model in zip("ab", DROPPING[case]))
+    assert validations(dropping) == validations(whole)
+    assert noticed(dropping)[0] != noticed(whole)[0]
+
+
 # ------------------------------------------------------------------ over restarts
 # checkpoint interval, validation interval, layout of the second attempt → steps validated in the first, in the second
 RESTARTS = {
-    "at the step of a checkpoint, the same layout": (2, 2, dict(dp_shard=2), [2, 4], [6, 7]),
     "at the step of a checkpoint, another layout": (2, 2, dict(pp=2), [2, 4], [6, 7]),
-    "behind it: lost, and computed again": (3, 5, dict(tp=2), [5], [5, 7]),
+    "behind it: lost, and computed again": (3, 5, dict(), [5], [5, 7]),
+    "at the step of a checkpoint, the same layout": (2, 2, dict(dp_shard=2), [2, 4], [6, 7]),
     "the last checkpoint is older": (5, 3, dict(), [3], [6, 7]),
 }
 
 
-@pytest.mark.parametrize("case", RESTARTS)
+@pytest.mark.parametrize("case", [case if i < 2 else pytest.param(case, marks=pytest.mark.slow)
+                                  for i, case in enumerate(RESTARTS)])
 def test_a_restart_goes_on_at_the_right_steps(case, tmp_path):
     saving, validating, degrees, first, second = RESTARTS[case]
     training = with_validation(dataclasses.replace(TRAINING, steps=7), interval_steps=validating)
-    whole = validations(trained(tmp_path / "whole", layout(), TINY, training))
+    whole = reference(layout(), TINY, training)
     spec = job(tmp_path, layout(dp_shard=2), training=training, interval_steps=saving)
     spec = dataclasses.replace(spec, faults=(FaultSpec(attempt=1, step=6, rank=1, kind="sigkill"),))
     collect_ranks(train_here, world_size=2, args=(spec,), kwargs={"reports_to": tmp_path}, timeout_s=60)
@@ -207,13 +238,35 @@ def test_every_batch_is_a_sign_of_life(tmp_path):
     assert [step for step, phase in seen if phase == "validation"] == [2] * 4 + [4] * 4 + [5] * 4
 
 
+def slow_validation(spec) -> list:
+    """Reports of a trainer whose validations take 100 seconds, by its own clock."""
+    trainer = build_trainer(spec, recorder=ListRecorder(rank=0, attempt=1))
+    clock, loss, waited = time.perf_counter, trainer.validation.loss, []
+    time.perf_counter = lambda: clock() + 100 * len(waited)
+    trainer.validation.loss = lambda **options: waited.append(None) or loss(**options)
+    trainer.run()
+    return trainer.recorder.reports
+
+
+def test_its_time_is_its_own_and_no_steps(tmp_path):
+    """Of a step before a validation, behind one, and behind one and a checkpoint."""
+    spec = job(tmp_path, layout(), training=with_validation(), interval_steps=4)
+    reports = run_ranks(slow_validation, world_size=1, args=(spec,))[0]
+    steps = [report for report in reports if isinstance(report, StepReport)]
+    assert len(steps) == 5 and all(report.step_time_s < 100 for report in steps)
+    assert all(report.tokens_per_s > report.tokens / 100 for report in steps)
+    assert all(100 <= report.validation_s < 200 for report in reports if isinstance(report, ValidationReport))
+    assert all(report.save_s < 100 for report in reports if isinstance(report, ShardReport))
+
+
 def batch_of(spec) -> torch.Tensor:
     slots = spec.layout.microbatch_size * spec.layout.num_microbatches
     return torch.arange(slots * 16 // spec.layout.dims.cp).view(slots, -1) % 256
 
 
-def peaks(spec) -> tuple[int, int]:
-    """Of a step, and of forward passes alone, above what is held before; both after a first step."""
+def peaks(spec) -> tuple[int, int, int]:
+    """Of a step, and of forward passes alone, above what is held before; both after a first step. What the latter leave
+    behind."""
     trainer = build_trainer(spec, recorder=ListRecorder(rank=0, attempt=1))
     parallel, batch = trainer.parallel, batch_of(spec)
     parallel.forward_backward(batch, batch)
@@ -226,19 +279,20 @@ def peaks(spec) -> tuple[int, int]:
             run(batch, batch)
         parallel.gradients = {}
         found.append(sum(memory.peak_bytes.values()) - before)
-    return tuple(found)
+        held = memory._now - before
+    return *found, held
 
 
-# layout of two microbatches; another of eight
 MEMORY = {
-    "one rank": dict(),
     "ZeRO-3": dict(dp_shard=2),
-    "pp2": dict(pp=2),
     "zbv": dict(pp=2, **V),
+    "one rank": dict(),
+    "pp2": dict(pp=2),
 }
 
 
-@pytest.mark.parametrize("case", MEMORY)
+@pytest.mark.parametrize("case", [case if i < 2 else pytest.param(case, marks=pytest.mark.slow)
+                                  for i, case in enumerate(MEMORY)])
 def test_it_needs_less_memory_than_a_step_and_holds_one_microbatch_at_a_time(case, tmp_path):
     degrees = MEMORY[case]
     dp = degrees.get("dp_shard", 1)
@@ -246,9 +300,9 @@ def test_it_needs_less_memory_than_a_step_and_holds_one_microbatch_at_a_time(cas
         job(tmp_path, layout(global_batch_size=2 * dp * count, **degrees),
             training=dataclasses.replace(TRAINING, global_batch_size=2 * dp * count)) for count in (2, 8)))
     logits = 4 * 2 * 16 * TINY.vocab_size
-    for (_, little), (step, much) in zip(few, many, strict=True):
-        assert much < step
-        assert much - little < logits  # six more microbatches
+    for (_, little, _), (step, much, held) in zip(few, many, strict=True):
+        assert much < step and held < logits / 4  # the tokens, which the caller has
+        assert much - little < 6 * logits / 4  # in a V as well, where hidden states wait, an eighth of logits each
 
 
 def messages(spec, *, evaluates: bool) -> list:

@@ -41,6 +41,21 @@ PRESETS = {
                                   dict(zero_stage=1, recompute="selective"), 4096),
 }
 SLOW = {
+    "llama3-8b, ZeRO-2, short sequences": (
+        "llama3-8b", 8, dict(dp_shard=8), dict(zero_stage=2, num_microbatches=4, reduce_every_microbatch=True,
+                                               recompute="full"), 1024),
+    "llama3-8b, ZeRO-2, interleaved, reduced every microbatch": (
+        "llama3-8b", 8, dict(dp_shard=2, pp=2), dict(zero_stage=2, schedule="interleaved_1f1b", virtual_stages=2,
+                                                     num_microbatches=8, reduce_every_microbatch=True), 2048),
+    "llama3-8b, ZeRO-2, replicas": (
+        "llama3-8b", 8, dict(dp_shard=2, dp_replicate=2), dict(zero_stage=2, num_microbatches=4, recompute="full",
+                                                               reduce_every_microbatch=True), 2048),
+    "llama3-8b, zbv, ZeRO-2, reduced every microbatch": (
+        "llama3-8b", 8, dict(dp_shard=2, pp=2), dict(zero_stage=2, schedule="zbv", virtual_stages=2,
+                                                     num_microbatches=8, reduce_every_microbatch=True), 4096),
+    "llama3-8b, interleaved, reduced every microbatch": (
+        "llama3-8b", 8, dict(dp_shard=2, pp=2), dict(schedule="interleaved_1f1b", virtual_stages=2,
+                                                     num_microbatches=8, reduce_every_microbatch=True), 2048),
     "llama3-8b, gpipe": ("llama3-8b", 4, dict(pp=2, dp_shard=2), dict(schedule="gpipe"), 8192),
     "llama3-8b, one microbatch": ("llama3-8b", 4, dict(dp_shard=8), dict(num_microbatches=1), 8192),
     "llama3-8b, four stages per rank, ZeRO-2": (

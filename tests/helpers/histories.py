@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jobs.spec.events import (AgentJoined, AttemptEnded, AttemptStarted, CheckpointCommitted, Decision, Diagnosis,
                               Event, FaultInjected, NodeSample, RankExit, RankFinished, RunEnded, RunStarted,
-                              StepReport)
+                              StepReport, ValidationReport)
 from jobs.spec.wire import encode
 
 T0 = 1_750_000_000.0  # the first supervisor takes charge
@@ -23,9 +23,11 @@ class Scenario:
 
     steps: int = 40
     interval: int = 10  # steps between checkpoints
+    validating: int | None = None  # steps between validations
     crash_step: int | None = 26  # last step completed in attempt 1; None: no crash
     step_s: float = 0.5
     save_s: float = 0.25
+    validation_s: float = 0.4
     start_s: float = 3.0  # agents, fork servers, first step about to begin
     partial_s: float = 0.3  # into the step that the crash interrupts
     detect_s: float = 1.25
@@ -96,6 +98,10 @@ def _train(s: Scenario, *, attempt: int, first: int, last: int, start_s: float) 
         s.t += s.step_s * jitter
         loss = math.nan if step in s.nan_steps else None
         s.events.append(step_report(attempt=attempt, step=step, t=s.t, step_time_s=s.step_s * jitter, loss=loss))
+        if s.validating is not None and (step % s.validating == 0 or step == s.steps):
+            s.t += s.validation_s
+            s.events.append(ValidationReport(attempt=attempt, rank=4, step=step, t=s.t, loss=2.0 + 3.4 / step,
+                                             tokens=4 * 16 * 128, validation_s=s.validation_s))
         if step % s.interval == 0 or step == s.steps:
             s.t += s.save_s
             s.events.append(CheckpointCommitted(t=s.t, attempt=attempt, step=step, data_cursor=step,

@@ -12,6 +12,7 @@ from jobs.spec.training import TrainingSpec
 from orchestrator.cluster import ClusterSpec
 from orchestrator.request import ParallelRequest
 from orchestrator.planner import Plan, plan, plan_json
+from orchestrator.planner.question import Question
 from orchestrator.planner.search import Search
 from orchestrator.planner.timeline import pipeline_s
 
@@ -46,9 +47,9 @@ def layout_of(model: ModelSpec, *, microbatch_size: int = 1, num_microbatches: i
 
 def plan_for(model: ModelSpec, cluster: ClusterSpec, spec: TrainingSpec, *, headroom: float = 0.1,
              allow_tp_across_nodes: bool = False, trainable: bool = False, clock=lambda: 0.0, **fixed) -> Plan:
-    return plan(model, training=spec, cluster=cluster, request=ParallelRequest(**fixed), headroom=headroom,
-                allow_tp_across_nodes=allow_tp_across_nodes, num_nodes=cluster.num_nodes, trainable=trainable,
-                clock=clock)
+    question = Question(model=model, training=spec, cluster=cluster, request=ParallelRequest(**fixed),
+                        allow_tp_across_nodes=allow_tp_across_nodes, num_nodes=cluster.num_nodes, trainable=trainable)
+    return plan(question, headroom=headroom, clock=clock)
 
 
 def step_s(search: Search, layout: Layout) -> float:

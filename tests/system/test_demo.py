@@ -23,10 +23,13 @@ def test_the_demo_plans_trains_loses_a_rank_recovers_and_reports(tmp_path: Path)
         (1, "crash", 1, 34), (2, "completed", 31, 60)]
     assert list(map(int, summary["losses"])) == list(range(1, 61))
     assert summary["losses"]["1"] > 5 and summary["final_loss"] < 3
+    assert list(summary["validation_losses"]) == ["20", "40", "60"] and "validation after step 20  loss " in seen
+    assert summary["validation_losses"]["20"] > summary["validation_losses"]["60"] > 1
+    assert 0 < summary["goodput"]["validation_s"] < 10
     assert summary["tokens_per_s"] > 0 and 0 < summary["mfu"] < 1
 
     status = orc("status", run_dir, check=True).stdout
-    for word in ("completed", "crash", "restart", "goodput", "checkpoints", "W&B", "MFU"):
+    for word in ("completed", "crash", "restart", "goodput", "checkpoints", "W&B", "MFU", "validation after step 60"):
         assert word in status
     assert orc("report", run_dir, check=True).stdout.count(".png") >= 1
     pictures = list((run_dir / "report").glob("*.png"))

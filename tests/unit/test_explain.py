@@ -12,7 +12,7 @@ from rich.console import Console
 
 from jobs.spec.load import SpecError
 from orchestrator.request import ParallelRequest
-from orchestrator.planner import plan_from_dict, plan_json, plan_question
+from orchestrator.planner import plan, plan_from_dict, plan_json
 from orchestrator.planner.explain import diff, explain, parse_wishes
 from orchestrator.planner.question import Question
 from orchestrator.planner.search import Search
@@ -35,7 +35,7 @@ def best_of(question, **wishes):
 
 
 def axes_of(question):
-    return plan_question(question, headroom=0.1, axes=True).axes
+    return plan(question, headroom=0.1, axes=True).axes
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +87,9 @@ def test_any_layout_is_shown_with_every_reason_it_lost(small, wishes):
     question, winner = small
     explained = explain(question, parse_wishes(wishes), asked=wishes, winner=winner, headroom=0.1)
     assert any(LOSERS[wishes] in reason for reason in explained.reasons), explained.reasons
-    if explained.layout is not None:
+    if explained.priced is not None:
         for name, value in parse_wishes(wishes).items():
-            assert explained.layout.flat()[name] == value
+            assert explained.priced.layout.flat()[name] == value
         grown = [reason for reason in explained.reasons if "+" in reason]
         assert explained.priced.predicted.step_time_s > winner.predicted.step_time_s and grown
 
@@ -98,7 +98,7 @@ def test_what_placement_forbids_is_priced_beside_the_rule():
     question = question_of(WIDE, h100(4), global_batch_size=64, **GPUS)
     explained = explain(question, {"tp": 16}, asked="tp=16", winner=best_of(question), headroom=0.1)
     assert "parallel.tp: 16 crosses nodes" in explained.reasons[0]
-    assert explained.layout.dims.tp == 16 and any("exposed tp communication +" in r for r in explained.reasons)
+    assert explained.priced.layout.dims.tp == 16 and any("exposed tp communication +" in r for r in explained.reasons)
 
 
 @pytest.mark.parametrize("text,message", [("tpp=2", "did you mean 'tp'?"), ("tp", "is not key=value"), ("tp=two",
@@ -114,8 +114,8 @@ def test_wishes_that_cannot_be_read_are_refused(text, message):
 
 def test_a_diff_names_what_differs_and_nothing_else():
     question = question_of(SMALL, cpu(2), global_batch_size=16)
-    a = plan_question(question, headroom=0.1)
-    b = plan_question(dataclasses.replace(question, training=training(global_batch_size=32)), headroom=0.1)
+    a = plan(question, headroom=0.1)
+    b = plan(dataclasses.replace(question, training=training(global_batch_size=32)), headroom=0.1)
     assert diff(a, a) == []
     fields = {field for field, _, _ in diff(a, b)}
     assert {"job.global_batch_size", "predicted.step_time_s"} <= fields and "job.model" not in fields
@@ -123,7 +123,7 @@ def test_a_diff_names_what_differs_and_nothing_else():
 
 def test_a_plan_with_its_axes_reads_back(small):
     question, winner = small
-    made = plan_question(question, headroom=0.1, axes=True)
+    made = plan(question, headroom=0.1, axes=True)
     assert made.axes and made.layout == winner.layout
     assert plan_from_dict(json.loads(json.dumps(plan_json(made)))) == made
 

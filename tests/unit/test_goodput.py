@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from jobs.spec.events import (AgentLost, AttemptStarted, CheckpointCommitted, Decision, Diagnosis, RankError, RankExit,
-                              RunEnded, RunStarted, StepReport)
+                              RunEnded, RunStarted, StepReport, ValidationReport)
 from orchestrator.monitoring.goodput import PARTS, goodput, kept_steps
 from orchestrator.monitoring.history import Submission
 from tests.helpers.histories import LAYOUT, NODES, T0, step_report, two_attempts
@@ -25,6 +25,10 @@ def step(t, n, number, stall=0.0):
 
 def saved(t, n, number, save_s=0.5):
     return CheckpointCommitted(t=t, attempt=n, step=number, data_cursor=number, size_bytes=1, save_s=save_s)
+
+
+def validated(t, n, number, seconds=1.0):
+    return ValidationReport(attempt=n, rank=4, step=number, t=t, loss=1.0, tokens=1, validation_s=seconds)
 
 
 def killed(t, n, code=None):
@@ -60,6 +64,19 @@ LEDGERS = {
     "checkpoint stall between steps": (
         [*TWO_STEPS, saved(5.4, 1, 2), step(6.5, 1, 3)], [], None,
         {"startup_s": 3, "productive_s": 3, "checkpoint_stall_s": 0.5}),
+    "validation between steps": (
+        [*TWO_STEPS, validated(6.2, 1, 2), step(7.5, 1, 3)], [], None,
+        {"startup_s": 3, "productive_s": 3, "validation_s": 1, "other_s": 0.5}),
+    "validation, and then a checkpoint inside the next step": (
+        [*TWO_STEPS, validated(6.0, 1, 2), saved(6.4, 1, 2), step(7.5, 1, 3, stall=0.5)], [], None,
+        {"startup_s": 3, "productive_s": 3, "validation_s": 1, "checkpoint_stall_s": 0.5}),
+    "validation and checkpoint of the last step": (
+        [*TWO_STEPS, validated(6.0, 1, 2), saved(6.5, 1, 2), ended(7.0)], [], None,
+        {"startup_s": 3, "productive_s": 2, "validation_s": 1, "checkpoint_stall_s": 0.5, "other_s": 0.5}),
+    "validation of a step that is lost is lost, and so is one that a crash interrupts": (
+        [*TWO_STEPS, validated(6.0, 1, 2), killed(6.5, 1), diagnosis(6.5, 1), decision(6.5, 1), attempt(7.0, 2),
+         step(9.0, 2, 1), step(10.0, 2, 2), validated(11.0, 2, 2), ended(11.0)], [], None,
+        {"startup_s": 3, "lost_work_s": 3.5, "restart_s": 1.5, "productive_s": 2, "validation_s": 1}),
     "final checkpoint, then shutdown": (
         [*TWO_STEPS, saved(5.5, 1, 2), killed(5.7, 1, code=0), diagnosis(6, 1, "completed"), ended(6.0)], [], 99.0,
         {"startup_s": 3, "productive_s": 2, "checkpoint_stall_s": 0.5, "other_s": 0.5}),
@@ -134,6 +151,7 @@ def test_parts_sum_to_the_wall_time_of_any_history(seed):
     makers = [lambda t: started(t, str(rng.randint(1, 3))),
               lambda t: attempt(t, rng.randint(1, 4), rng.choice([None, 3])),
               lambda t: step(t, rng.randint(1, 4), rng.randint(1, 9), stall=rng.choice([0.0, 0.7])),
+              lambda t: validated(t, rng.randint(1, 4), rng.randint(1, 9), rng.choice([0.0, 0.9])),
               lambda t: saved(t, 1, rng.randint(1, 9)), lambda t: killed(t, 1, rng.choice([None, 0, 1])),
               lambda t: diagnosis(t, 1, rng.choice(["crash", "hang", "completed", "stopped"])),
               lambda t: decision(t, 1, rng.choice(["restart", "stop", "finish"])),

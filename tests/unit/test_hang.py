@@ -13,10 +13,10 @@ from orchestrator.supervision.observe import Health, observe
 NOW = 1000.0
 
 
-def state(rank: int, *, step: int = 0, told: float = 0.0, wrote: float = 0.0) -> RankState:
+def state(rank: int, *, step: int = 0, told: float = 0.0, wrote: float = 0.0, phase: str = "data") -> RankState:
     """`told`, `wrote`: seconds ago; 0: never."""
     t, written = (NOW - told if told else 0.0), (NOW - wrote if wrote else 0.0)
-    return RankState(rank=rank, pid=10 + rank, step=step, phase="data", t=t, active_t=max(t, written))
+    return RankState(rank=rank, pid=10 + rank, step=step, phase=phase, t=t, active_t=max(t, written))
 
 
 # ranks by node → policy → the rank furthest behind and the silence in seconds; None: no hang
@@ -49,6 +49,13 @@ def crew_of(ranks: dict, policy: dict) -> Crew:
 def test_silence_is_a_hang_where_it_means_something(ranks: dict, policy: dict, expected: tuple | None) -> None:
     silent = crew_of(ranks, policy).silent()
     assert (None if silent is None else (silent.rank, silent.silent_s)) == expected
+
+
+@pytest.mark.parametrize("phase, said", [("data", "data of step 4"), ("validation", "validation after step 3"),
+                                         ("checkpoint", "checkpoint after step 3")])
+def test_what_a_silent_rank_said_last_is_told(phase: str, said: str) -> None:
+    silent = crew_of({"a": [state(0, step=3, told=120, phase=phase)]}, {}).silent()
+    assert silent.ranks == (f"rank 0 on a: in {said} for 120 s",)
 
 
 def test_clocks_of_nodes_are_not_compared() -> None:

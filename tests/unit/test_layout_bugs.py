@@ -7,7 +7,7 @@ import pytest
 from jobs.spec.load import SpecError
 from jobs.spec.model import MlaSpec, ModelSpec, MoeSpec
 from jobs.spec.training import TrainingSpec
-from orchestrator.planner import PlanError, plan_question
+from orchestrator.planner import PlanError, plan
 from orchestrator.planner.question import Question
 from orchestrator.planner.rules import padded_vocabulary
 from orchestrator.planner.space import every_layout
@@ -179,7 +179,7 @@ def test_fp8_needs_rows_in_sixteens_behind_the_cp_split():
     question = Question(model=SMALL, training=spec, cluster=h100(1), request=ParallelRequest(cp=2), num_nodes=1,
                         allow_tp_across_nodes=False)
     with pytest.raises(SpecError) as refused:
-        plan_question(question, headroom=0.1)
+        plan(question, headroom=0.1)
     assert "parallel.cp: 2 leaves 172 tokens per rank, which float8 needs to be a multiple of 16" in str(refused.value)
     assert "try seq_len=352" in str(refused.value)
 

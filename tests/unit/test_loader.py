@@ -209,6 +209,18 @@ def test_the_next_batches_are_read_before_they_are_asked_for(folder):
     reading.close()
 
 
+@pytest.mark.parametrize("num_batches", [1, 2, 3])
+def test_batches_that_repeat_are_read_ahead_from_the_first_again(num_batches, folder):
+    straight, repeating = loader(spec(folder)), loader(spec(folder), num_batches=num_batches)
+    begun = []
+    read, repeating._read = repeating._read, lambda cursor: begun.append(cursor) or read(cursor)
+    for _ in range(3):
+        for cursor in range(num_batches):
+            assert_equal(repeating.batch(cursor), straight.batch(cursor))
+    repeating.close()
+    assert begun[:3 * num_batches] == 3 * [*range(num_batches)]
+
+
 def test_another_seed_is_another_order(folder):
     orders = [loader(spec(folder), seed=seed).places(0)[1].tolist() for seed in (0, 1, 2)]
     assert orders[0] != orders[1] != orders[2]

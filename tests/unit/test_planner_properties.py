@@ -12,7 +12,7 @@ from jobs.spec.parallel import V_SCHEDULES, VIRTUAL_STAGES, ZERO_BUBBLE_SCHEDULE
 from jobs.spec.training import TrainingSpec  # noqa: E402
 from orchestrator.cluster import ClusterSpec, SwitchSpec  # noqa: E402
 from orchestrator.request import CHOICES, ParallelRequest  # noqa: E402
-from orchestrator.planner import PlanError, plan_from_dict, plan_json, plan_question  # noqa: E402
+from orchestrator.planner import PlanError, plan, plan_from_dict, plan_json  # noqa: E402
 from orchestrator.planner.question import Question  # noqa: E402
 from orchestrator.planner.uneven import split_weighted  # noqa: E402
 
@@ -66,7 +66,7 @@ def plan_or_refusal(model, cluster, training, request, *, trainable=False):
     question = Question(model=model, training=training, cluster=cluster, request=request, num_nodes=cluster.num_nodes,
                         allow_tp_across_nodes=False, trainable=trainable)
     try:
-        return plan_question(question, headroom=0.1)
+        return plan(question, headroom=0.1)
     except PlanError as refused:
         assert refused.problems and all(p.where and p.message for p in refused.problems)
         return None

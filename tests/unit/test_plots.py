@@ -19,6 +19,7 @@ HISTORIES = {
     "one attempt": two_attempts(crash_step=None),
     "crash before the first checkpoint": two_attempts(crash_step=4),
     "losses that are not numbers": two_attempts(nan_steps=(5, 30)),
+    "with validation": two_attempts(validating=8),
     "one step": [step_report(attempt=1, step=1, t=1.0)],
     "no loss is a number": [step_report(attempt=1, step=step, t=step, loss=float("nan")) for step in (1, 2)],
     "four hundred steps": two_attempts(steps=400, crash_step=333, interval=50),
@@ -76,6 +77,15 @@ def test_loss_curve_shows_lost_steps_restart_and_checkpoints():
     assert list(lines["attempt 2"].get_xdata()) == list(range(20, 41))
     assert list(lines["checkpoint"].get_xdata()) == [10, 20, 30, 40]
     assert [text.get_text() for text in axes.texts] == ["attempt 2 from step 20"]
+    assert "validation" not in lines
+
+
+def test_loss_curve_shows_each_validation_that_was_kept_once():
+    with matplotlib.rc_context(STYLE):
+        axes = loss_figure(two_attempts(validating=8), title="demo").axes[0]
+    line = next(line for line in axes.lines if line.get_label() == "validation")
+    assert list(line.get_xdata()) == [8, 16, 24, 32, 40]
+    assert list(line.get_ydata()) == [2.0 + 3.4 / step for step in (8, 16, 24, 32, 40)]
 
 
 @pytest.mark.parametrize("seconds, text", DURATIONS)

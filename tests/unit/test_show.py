@@ -80,7 +80,7 @@ def test_compute_that_hidden_communication_slows_has_a_line_where_there_is_any()
 def test_memory_is_told_of_pipeline_ranks_and_their_layers(made):
     """A rank of an interleaved schedule holds several stages."""
     text = shown(made)
-    assert f"on pipeline rank {made.predicted.memory_stage}, the heaviest" in text
+    assert f"on pipeline rank {made.predicted.memory_pp_rank}, the heaviest" in text
     assert f"{made.job.gpu} less 10% headroom" in text
     assert sum(one.layers for one in made.memory) == sum(made.layout.layers_per_stage)
     assert max(one.total_bytes for one in made.memory) / GIB == pytest.approx(made.predicted.memory_gib)

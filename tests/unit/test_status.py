@@ -120,6 +120,16 @@ def test_looking_at_a_run_loads_neither_matplotlib_nor_wandb():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_the_last_validation_is_told_by_status_and_progress(tmp_path):
+    events = two_attempts(validating=8)
+    assert "validation after step 40  loss 2.0850  8,192 tokens in 0.4 s" in status_of(events, tmp_path)
+    assert "validation after" not in status_of(EVENTS, tmp_path)
+    told = [line.partition("validation ")[2] for line in shown(events, terminal=False).splitlines()
+            if " validation " in line]
+    assert told[0] == "after step 8  loss 2.4250"
+    assert [int(line.split()[2]) for line in told] == [8, 16, 24, 24, 32, 40]
+
+
 def test_progress_line_is_the_newest_step():
     assert progress_line([]) == "waiting for the first attempt"
     assert progress_line(EVENTS, steps=40) == "step 40/40  loss 2.1434  4,329 tokens/s  MFU 22.2%  attempt 2"

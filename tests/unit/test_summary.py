@@ -45,8 +45,8 @@ def test_state(events, job_state, state):
 
 def test_json_has_exactly_the_published_keys():
     data = json.loads(summary_json(summarize(EVENTS, run_dir=RUN, submissions=[Submission(t=T0 - 5, job_id="4711")])))
-    assert set(data) == {"state", "final_step", "final_loss", "losses", "attempts", "tokens_per_s", "mfu", "goodput",
-                         "wandb"}
+    assert set(data) == {"state", "final_step", "final_loss", "losses", "validation_losses", "attempts", "tokens_per_s", "mfu",
+                         "goodput", "wandb"}
     assert data["wandb"] == {"id": "demo-3f9c2a1b", "dir": "/runs/demo/wandb"}
     assert list(data["losses"]) == [str(step) for step in range(1, 41)]
     assert (data["final_step"], data["final_loss"]) == (40, data["losses"]["40"])
@@ -66,6 +66,14 @@ def test_last_attempt_that_computed_a_step_wins():
     events = [step_report(attempt=1, step=1, t=T0, loss=3.0), step_report(attempt=1, step=2, t=T0, loss=2.0),
               step_report(attempt=2, step=1, t=T0, loss=2.5)]
     assert summarize(events, run_dir=RUN).losses == {1: 2.5, 2: 2.0}
+
+
+def test_validations_are_by_step_and_change_no_rate():
+    plain, found = (summarize(two_attempts(validating=n), run_dir=RUN) for n in (None, 8))
+    assert plain.validation_losses == {} and list(found.validation_losses) == [8, 16, 24, 32, 40]
+    assert (found.tokens_per_s, found.mfu, found.losses) == (plain.tokens_per_s, plain.mfu, plain.losses)
+    assert found.goodput.productive_s == pytest.approx(plain.goodput.productive_s, abs=1e-4)
+    assert found.goodput.validation_s == pytest.approx(5 * 0.4, abs=1e-4)  # step 24 was lost, and validated again
 
 
 def test_final_step_is_of_the_newest_attempt():

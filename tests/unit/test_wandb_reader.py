@@ -12,7 +12,8 @@ import psutil
 import pytest
 import yaml
 
-from jobs.spec.events import AttemptStarted, CheckpointCommitted, Decision, Diagnosis, NodeSample, StepReport
+from jobs.spec.events import (AttemptStarted, CheckpointCommitted, Decision, Diagnosis, NodeSample, StepReport,
+                              ValidationReport)
 from jobs.spec.rundir import RunDir
 from orchestrator.monitoring.wandb_files import (HIDDEN, OFFSET_KEY, Note, delivered_offset, read_note, read_records,
                                                  wandb_location, wandb_mode, without_secrets, write_note)
@@ -21,7 +22,9 @@ from tests.helpers.histories import two_attempts, write
 API_KEY = "5ec2e7" + "0123456789abcdef" * 2 + "fe"  # of the right form; must be found nowhere
 CHANNEL_SECRET = "the-secret-of-the-channel-7781"
 WANDB_ID = "demo-3f9c2a1b"
-TOLD = StepReport | NodeSample | CheckpointCommitted | AttemptStarted | Diagnosis | Decision  # each becomes a row
+# each becomes a row
+TOLD = StepReport | ValidationReport | NodeSample | CheckpointCommitted | AttemptStarted | Diagnosis | Decision
+EVENTS = two_attempts(validating=8)
 PATIENCE_S = 120.0  # far beyond what a reader needs on a busy machine
 
 # wandb.mode, environment → mode
@@ -55,7 +58,7 @@ def run_dir(tmp_path) -> RunDir:
 def told_run(tmp_path_factory) -> RunDir:
     """A whole run of two attempts, told by one reader; tests only look at it."""
     run_dir = make_run_dir(tmp_path_factory.mktemp("told") / "demo")
-    write(two_attempts(), run_dir.events)
+    write(EVENTS, run_dir.events)
     output = finish(start(run_dir))
     (run_dir.path / "reader.log").write_text(output)
     return run_dir
@@ -107,6 +110,12 @@ def rows(run_dir: RunDir) -> list[dict]:
     return found
 
 
+def axes_of(run_dir: RunDir) -> set[tuple[str, str]]:
+    """(metrics, their x axis)"""
+    found = [record.metric for record in records(run_dir) if record.HasField("metric")]
+    return {(metric.name or metric.glob_name, metric.step_metric) for metric in found}
+
+
 def values_of(run_dir: RunDir, kind: str) -> dict:
     """The newest value of each key of all `kind` (config or summary) updates."""
     found = {}
@@ -117,7 +126,7 @@ def values_of(run_dir: RunDir, kind: str) -> dict:
 
 
 def test_one_run_holds_all_steps_of_both_attempts(told_run):
-    events = two_attempts()
+    events = EVENTS
     assert {record.run.run_id for record in records(told_run) if record.HasField("run")} == {WANDB_ID}
     told = rows(told_run)
     steps = [(row["attempt"], row["train/step"], row["train/loss"]) for row in told if "train/step" in row]
@@ -127,6 +136,10 @@ def test_one_run_holds_all_steps_of_both_attempts(told_run):
     assert (tokens[1, 26], tokens[2, 21], tokens[2, 40]) == (26 * 2048, 21 * 2048, 40 * 2048)
     assert sum(row.get("node/node-1/gpu0/utilization_percent") == 97.0 for row in told) > 5
     assert [row["checkpoint/step"] for row in told if "checkpoint/step" in row] == [10, 20, 30, 40]
+    validated = [(row["attempt"], row["val/step"], row["val/loss"]) for row in told if "val/step" in row]
+    assert validated == [(e.attempt, e.step, e.loss) for e in events if isinstance(e, ValidationReport)]
+    assert [step for _, step, _ in validated] == [8, 16, 24, 24, 32, 40]
+    assert ("val/*", "val/step") in axes_of(told_run)
 
 
 def test_summary_config_alert_and_end_are_told(told_run):

@@ -10,7 +10,7 @@ from jobs.spec.model import AttentionConvention
 from jobs.spec.parallel import Layout
 from orchestrator.config import RunConfig
 from orchestrator.planner.cost import Priced, price, step_timeline
-from orchestrator.planner.question import Question
+from orchestrator.planner.question import Question, question_of
 from orchestrator.planner.refusals import question_problems
 from orchestrator.planner.search import Search
 from orchestrator.planner.timeline import Timeline
@@ -76,7 +76,5 @@ def described(layout: Layout, *, beside: Layout) -> str:
 
 def asked_of(config: RunConfig) -> Asked:
     """The question of a run that has a model and a training."""
-    question = Question(model=config.model, training=config.training, cluster=config.cluster, request=config.parallel,
-                        num_nodes=config.cluster.num_nodes - config.placement.spares,
-                        allow_tp_across_nodes=config.placement.allow_tp_across_nodes)
-    return Asked(question=question, headroom=config.memory.headroom, mfu_convention=config.mfu_convention)
+    return Asked(question=question_of(config, trainable=False), headroom=config.memory.headroom,
+                 mfu_convention=config.mfu_convention)

@@ -2,12 +2,11 @@
 
 The grid itself is computed in the browser from strides, so a cluster of 2,048 nodes costs a few bytes.
 """
-import math
 from typing import Any
 
-from jobs.spec.parallel import Layout, ParallelDims
+from jobs.spec.parallel import Layout
 from orchestrator.cluster import ClusterSpec
-from orchestrator.planner.links import Group, placed_group
+from orchestrator.planner.links import Group, extent, placed_group
 
 # What one looks for first: stages, then groups inside the node, then shares of the batch
 FIRST_SHOWN = ("pp", "tp", "cp", "dp_replicate", "dp_shard", "ep")
@@ -33,15 +32,8 @@ def mesh_data(layout: Layout, *, cluster: ClusterSpec, num_nodes: int) -> dict[s
 def _axis(layout: Layout, axis: str, *, cluster: ClusterSpec) -> dict[str, Any]:
     dims = layout.dims
     group = placed_group(dims, axis, cluster=cluster)
-    return {"axis": axis, "degree": group.ranks, "stride": _stride(dims, axis), "means": MEANS[axis],
+    return {"axis": axis, "degree": group.ranks, "stride": extent(dims, axis)[1], "means": MEANS[axis],
             "groups": dims.world_size // group.ranks, "where": _where(group, cluster)}
-
-
-def _stride(dims: ParallelDims, axis: str) -> int:
-    """Ranks from one coordinate to the next. ep takes the innermost ranks of dp_shard × cp × tp."""
-    names = ("dp_shard", "cp", "tp") if axis == "ep" else (axis,)
-    innermost = max(dims.order.index(name) for name in names)
-    return math.prod(getattr(dims, inner) for inner in dims.order[innermost + 1:])
 
 
 def _where(group: Group, cluster: ClusterSpec) -> str:

@@ -10,9 +10,9 @@ from orchestrator.planner.cost import Priced
 from orchestrator.planner.page.asked import described
 from orchestrator.planner.page.batch import BatchChoices, spending
 from orchestrator.planner.page.markup import Html, bar, join, key, table, tag
-from orchestrator.planner.plan import GIB, Plan, Prediction, StageMemory, Transfer
+from orchestrator.planner.plan import GIB, Plan, Prediction, StageMemory, Transfer, alike
 from orchestrator.planner.show import amdahl
-from orchestrator.planner.words import seconds, size
+from orchestrator.planner.words import params, seconds, size
 
 COLOURS = tuple(f"var(--c{i})" for i in range(1, 9))
 PARTS = (("compute", "compute_s", "var(--c1)"), ("exposed communication", "exposed_communication_s", "var(--c4)"),
@@ -31,7 +31,7 @@ def headline(plan: Plan) -> Html:
         ("tokens/s", f"{predicted.tokens_per_s:,.0f}", f"{predicted.tokens_per_s_per_gpu:,.0f} per GPU"),
         ("MFU", f"{predicted.mfu:.1%}", f"{predicted.mfu_convention} attention · HFU {predicted.hfu:.1%}"),
         ("memory", size(predicted.memory_gib * GIB),
-         f"of {size(predicted.memory_limit_gib * GIB)} · pipeline rank {predicted.memory_stage}"),
+         f"of {size(predicted.memory_limit_gib * GIB)} · pipeline rank {predicted.memory_pp_rank}"),
     ]
     return join(
         tag("p", f"{job.num_nodes:,} nodes × {job.gpus_per_node} {job.gpu} · {job.cluster}", class_="over"),
@@ -43,10 +43,6 @@ def headline(plan: Plan) -> Html:
                     for name, value, more in figures), class_="figures"),
         tag("p", tag("b", "Not trained by this version of orc: "), "; ".join(plan.untrained), class_="warn")
         if plan.untrained else None)
-
-
-def params(count: int) -> str:
-    return f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.2f} M"
 
 
 def in_words(layout: Layout, plan: Plan) -> str:
@@ -101,8 +97,8 @@ def memory(plan: Plan, *, gpu_gib: float) -> Html:
     if far:
         times = limit / heaviest.total_bytes
         marks = tag("p", f"The limit, {size(limit)}, lies {times:.0f}× as far right.", class_="note")
-    which = f"pipeline rank {heaviest.stage}, the heaviest: " if len(plan.memory) > 1 else ""
-    figures = [[stage.stage, stage.layers, stage.in_flight, *(size(getattr(stage, name)) for name in used),
+    which = f"pipeline rank {heaviest.pp_rank}, the heaviest: " if len(plan.memory) > 1 else ""
+    figures = [[stage.pp_rank, stage.layers, stage.in_flight, *(size(getattr(stage, name)) for name in used),
                 size(stage.total_bytes)] for stage in plan.memory]
     head = ["rank", "layers", "in flight", *(_label(name) for name in used), "total"]
     return join(
@@ -110,15 +106,15 @@ def memory(plan: Plan, *, gpu_gib: float) -> Html:
         tag("p", f"{which}{size(heaviest.total_bytes)}", class_="sum"), key(legend),
         tag("details", tag("summary", "every rank in figures"),
             table(head, figures, caption="memory of each pipeline rank, all its stages together",
-                  numbers=set(range(1, len(head))), marked=heaviest.stage if len(plan.memory) > 1 else None)))
+                  numbers=set(range(1, len(head))), marked=heaviest.pp_rank if len(plan.memory) > 1 else None)))
 
 
 def _stage_bar(stage: StageMemory, used: list[str], *, scale: float, heaviest: bool) -> Html:
     parts = [(f"{_label(name)} {size(getattr(stage, name))}", getattr(stage, name),
               COLOURS[MEMORY_FIELDS.index(name) % len(COLOURS)]) for name in used]
-    label = "; ".join([f"pipeline rank {stage.stage}: {size(stage.total_bytes)}",
+    label = "; ".join([f"pipeline rank {stage.pp_rank}: {size(stage.total_bytes)}",
                        *(name for name, value, _ in parts if value)])
-    return tag("div", tag("span", stage.stage, class_="stage"), bar(parts, total=scale, label=label),
+    return tag("div", tag("span", stage.pp_rank, class_="stage"), bar(parts, total=scale, label=label),
                class_="row heaviest" if heaviest else "row")
 
 
@@ -152,7 +148,8 @@ def communication(plan: Plan) -> Html:
         who = join(axis, tag("small", f"{group[0].ranks:,} ranks, {_link(link)}"))
         rows.append([who, size(sum(t.wire_bytes for t in group)), seconds(total),
                      seconds(exposed), bar(parts, total=longest, label=f"{axis}: {parts[0][0]}, {parts[1][0]}")])
-    every = [_operation(alike) for alike in _alike(plan.communication)]
+    # the same operation of several stages on one rank counts as one
+    every = [_operation(one) for one in alike(plan.communication, "axis", "op", "what", "phase", "payload_bytes")]
     beside_many = True if len(plan.memory) > 12 else None  # the card next to it is tall
     return join(
         table(["axis", "sent", "time", "exposed", "of the longest"], rows,
@@ -163,20 +160,12 @@ def communication(plan: Plan) -> Html:
                   caption="size: of one operation, before it is divided among the ranks"), open=beside_many))
 
 
-def _alike(transfers: tuple[Transfer, ...]) -> list[list[Transfer]]:
-    """The same operation of several stages on one rank counts as one."""
-    found: dict[tuple, list[Transfer]] = {}
-    for t in transfers:
-        found.setdefault((t.axis, t.op, t.what, t.phase, t.payload_bytes), []).append(t)
-    return list(found.values())
-
-
-def _operation(alike: list[Transfer]) -> list:
-    one = alike[0]
+def _operation(same: list[Transfer]) -> list:
+    one = same[0]
     when = "" if one.phase == "step" else f", {one.phase}"
     return [join(one.op.replace("_", " "), tag("small", f"{one.axis}: {one.what}{when}")), size(one.payload_bytes),
-            f"{sum(t.times for t in alike):,}", seconds(sum(t.seconds for t in alike)),
-            seconds(sum(t.exposed_s for t in alike))]
+            f"{sum(t.times for t in same):,}", seconds(sum(t.seconds for t in same)),
+            seconds(sum(t.exposed_s for t in same))]
 
 
 def _link(link: str) -> str:
