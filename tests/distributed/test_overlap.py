@@ -60,7 +60,7 @@ REDUCTIONS = {
     "replicas": (dict(dp_replicate=2), TINY, "sum", LAYERS),
     "replicas, tied": (dict(dp_replicate=2), TIED, "sum", LAYERS - 1),
     "replicas, experts": (dict(dp_replicate=2), MIXTURE, "sum", LAYERS),
-    "ZeRO-1, experts on other ranks": (dict(dp_shard=4, ep=2, zero_stage=1, microbatch_size=1), MIXTURE, "bucket",
+    "ZeRO-1, experts on other ranks": (dict(dp_shard=4, ep=2, zero_stage=1, microbatch_size=2), MIXTURE, "bucket",
                                        2 * LAYERS),
     "ZeRO-1": (dict(dp_shard=2, zero_stage=1), TINY, "scatter", LAYERS),
     "ZeRO-2": (dict(dp_shard=2, zero_stage=2), TINY, "scatter", LAYERS),
