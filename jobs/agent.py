@@ -22,8 +22,8 @@ from jobs.listener import Listener
 from jobs.process import adopt_orphans
 from jobs.ranks import Ranks
 from jobs.recorder import AGENT_SOCKET
-from jobs.spec.control import (Ack, Challenge, Heartbeat, Hello, Kill, Killed, Knock, Prepare, Prepared, PrepareFailed,
-                               Shutdown, Spooled, Start, ToAgent, Welcome, prove, proves)
+from jobs.spec.control import (Ack, Challenge, Heartbeat, Hello, Kill, Killed, Knock, Prepare, Prepared, Shutdown,
+                               Spooled, Start, ToAgent, Welcome, prove, proves)
 from jobs.spec.events import RankProgress, RankReport
 from jobs.spec.lines import PROVEN_LIMIT, Lines
 from jobs.spec.rundir import RunDir
@@ -122,8 +122,7 @@ class Agent:
         said = (mine, challenge.nonce, self.node, os.getpid(), self.term)
         writer.write(encode(Hello(
             proof=prove(self.secret, "agent", *said), node=self.node, host=socket.gethostname(), address=self.address,
-            pid=os.getpid(), gpus=node_facts.count_gpus(), term=self.term, attempt=self.ranks.attempt,
-            last_seq=self.seq)))
+            pid=os.getpid(), gpus=node_facts.count_gpus(), term=self.term, attempt=self.ranks.attempt)))
         answer = decode(await _next(lines), Welcome | Shutdown, origin="supervisor")
         self.term, self.last_contact = answer.term, time.monotonic()
         if isinstance(answer, Shutdown):
@@ -162,7 +161,7 @@ class Agent:
             await self.ranks.prepare(attempt, preload=self.welcome.preload)
             self._send(Prepared(attempt=attempt, port=node_facts.pick_port() if pick_port else None))
         except (OSError, RuntimeError) as error:
-            self._send(PrepareFailed(attempt=attempt, reason=str(error)))
+            self._send(Prepared(attempt=attempt, problem=str(error)))
 
     async def _kill(self, attempt: int, grace_s: float) -> None:
         await self.ranks.kill(grace_s)

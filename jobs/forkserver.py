@@ -14,8 +14,7 @@ import traceback
 from dataclasses import dataclass
 
 from jobs.process import cuda_driver_is_initialized, die_with_parent, num_threads
-from jobs.recorder import Recorder
-from jobs.spec.events import RankError
+from jobs.rank_process import run_rank
 from jobs.spec.job import JobSpec
 from jobs.spec.wire import decode, encode
 
@@ -44,7 +43,7 @@ class Signal:
 # ------------------------------------------------------------------ fork server → agent
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ready:
-    load_s: float
+    """What was to be imported is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,11 +101,10 @@ class ForkServer:
         return bool(data)
 
     def _preload(self) -> None:
-        start = time.monotonic()
         from jobs.runtime import preload  # torch is loaded only where ranks are forked, not exec'd
 
         preload()
-        self._answer(Ready(load_s=time.monotonic() - start))
+        self._answer(Ready())
 
     def _fork(self, order: Fork) -> None:
         _assert_forkable()
@@ -161,60 +159,6 @@ class ForkServer:
 
     def _answer(self, answer: Answer) -> None:
         self.channel.sendall(encode(answer))
-
-
-def run_rank(job: JobSpec) -> int:
-    """The life of a rank process; returns its exit code. An exception is told to the agent first."""
-    if job.workdir is not None:
-        _enter(job.workdir)
-    if job.command is not None:
-        sys.stdout.flush()
-        try:
-            os.execvp(job.command[0], list(job.command))
-        except OSError as error:  # which does not say of what
-            raise OSError(f"command: {job.command[0]!r} cannot be run: {error.strerror}") from None
-    recorder = Recorder.from_environment(attempt=job.attempt)
-    try:
-        if job.entrypoint is not None:
-            run_entrypoint(job.entrypoint, arguments=job.arguments)
-        else:
-            from jobs.train import main
-
-            main(job, recorder=recorder)
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException as error:
-        traceback.print_exc()
-        root = _root(error)
-        recorder.report(RankError(attempt=job.attempt, rank=recorder.rank, step=recorder.step, t=time.time(),
-                                  type=type(root).__name__, message=str(root), traceback=traceback.format_exc()))
-        return 1
-    return 0
-
-
-def run_entrypoint(entrypoint: str, *, arguments: tuple[str, ...]) -> None:
-    """Call a trainer of the user's own, as its script would be started: with arguments in sys.argv."""
-    from jobs.own.build import load_entrypoint
-
-    function = load_entrypoint(entrypoint, where="entrypoint")
-    sys.argv = [getattr(sys.modules[entrypoint.partition(":")[0]], "__file__", None) or entrypoint, *arguments]
-    function()
-
-
-def _enter(workdir: str) -> None:
-    """Where the user's own code runs, and first on its import path."""
-    try:
-        os.chdir(workdir)
-    except OSError as error:
-        raise OSError(f"workdir: {workdir!r} cannot be entered on this node: {error.strerror}") from None
-    sys.path.insert(0, workdir)
-
-
-def _root(error: BaseException) -> BaseException:
-    """The exception at the bottom of the chain: torch's pipeline wraps every one in a RuntimeError of its own."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
 
 
 def _assert_forkable() -> None:

@@ -53,7 +53,6 @@ class Hello:
     gpus: int
     term: int  # highest term this agent has obeyed
     attempt: int  # attempt that runs here now; 0 if none
-    last_seq: int  # highest sequence number spooled so far
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,14 +126,11 @@ class Ack:
 # ------------------------------------------------------------------ agent → supervisor
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    attempt: int
-    port: int | None
+    """Ready for the attempt; or, with a `problem`, not."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrepareFailed:
     attempt: int
-    reason: str
+    port: int | None = None
+    problem: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,4 +172,4 @@ class Spooled:
 Report = (StepReport | ValidationReport | ShardReport | CheckpointSaved | RankError | FaultInjected | RankFinished
           | RankExit | NodeSample)
 ToAgent = Challenge | Welcome | Prepare | Start | Kill | Shutdown | Ack
-ToSupervisor = Knock | Hello | Command | Prepared | PrepareFailed | Killed | Heartbeat | Spooled
+ToSupervisor = Knock | Hello | Command | Prepared | Killed | Heartbeat | Spooled

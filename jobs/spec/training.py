@@ -79,8 +79,8 @@ class TrainingSpec:
     seed: int = 0
     initial_weights: str | None = None  # folder of Hugging Face safetensors to start from; None: random, from the seed
     param_dtype: DType = "float32"  # forward and backward (float32: never TF32); master weights stay float32
-    # Of the reduction of gradients. With bfloat16 for both, and zero_stage 2 or 3, FSDP sums a rank's microbatches in
-    # it, too, unless parallel.reduce_every_microbatch: 32 of them were three times as far off as one.
+    # Of the reduction of gradients. With bfloat16 for both, and zero_stage=3, FSDP sums a rank's microbatches in it,
+    # too, unless parallel.reduce_every_microbatch: 32 of them were three times as far off as one.
     reduce_dtype: DType = "float32"
     compile: bool = False  # torch.compile of each layer: a first step of many seconds, and fewer and larger kernels
     z_loss: float = 0.0  # weight of the mean of log²(Σ exp(logits)) in the loss (PaLM, arXiv:2204.02311, §5: 1e-4)

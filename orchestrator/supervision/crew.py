@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable
 
-from jobs.spec.control import (Command, Heartbeat, Kill, Killed, Prepare, Prepared, PrepareFailed, RankState, Report,
+from jobs.spec.control import (Command, Heartbeat, Kill, Killed, Prepare, Prepared, RankState, Report,
                                Shutdown, Spooled, Start)
 from jobs.spec.events import AgentJoined, AgentLost, RanksSilent
 from jobs.spec.job import JobSpec
@@ -42,7 +42,7 @@ class Crew:
         self.term = term
         self.port = 0
         self.attempt = 0  # whose ranks have been ordered and not yet ended; 0: none
-        self.prepared: dict[str, Prepared | PrepareFailed] = {}
+        self.prepared: dict[str, Prepared] = {}
         self.killed: set[str] = set()
         self.beats: dict[str, Heartbeat] = {}  # newest of each node
         self._absent: dict[str, tuple[float, float, str]] = {}  # node → since when (monotonic, wall clock), why
@@ -87,7 +87,7 @@ class Crew:
             case Received(node=node, message=Spooled() as spooled):
                 self._unacknowledged.append((node, spooled.seq))
                 return [from_wire(spooled.report, Report, origin=node)] if self.channel.is_new(node, spooled) else []
-            case Received(node=node, message=Prepared() | PrepareFailed() as answer):
+            case Received(node=node, message=Prepared() as answer):
                 self.prepared[node] = answer
                 return []
             case Received(node=node, message=Killed(attempt=attempt)):
@@ -152,8 +152,8 @@ class Crew:
     def unprepared(self, placement: Placement) -> list[tuple[str, str]]:
         """(node, reason) of every node that has not said it is ready."""
         answers = {node: self.prepared.get(node) for node in placement.nodes}
-        return [(node, answer.reason if answer else "no answer") for node, answer in answers.items()
-                if not isinstance(answer, Prepared)]
+        return [(node, answer.problem if answer else "no answer") for node, answer in answers.items()
+                if answer is None or answer.problem is not None]
 
     def start(self, placement: Placement, job: JobSpec) -> None:
         """Fork all ranks."""

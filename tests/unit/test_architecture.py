@@ -19,6 +19,7 @@ JOBS = [
     ("jobs.trainer", "jobs.validation"),
     ("jobs.train",),
     ("jobs.verify",),
+    ("jobs.rank_process",),
     ("jobs.forkserver",),
     ("jobs.ranks",),
     ("jobs.agent",),

@@ -38,7 +38,7 @@ class Client:
 
     def hello(self, *, secret: str = SECRET, node: str = "n1", term: int = 0, pid: int = 77, role: str = "agent") -> Hello:
         return Hello(proof=self.proof(role, node, pid, term, secret=secret), node=node, host="h", address="127.0.0.1",
-                     pid=pid, gpus=0, term=term, attempt=0, last_seq=0)
+                     pid=pid, gpus=0, term=term, attempt=0)
 
 
 def run(scenario) -> None:
