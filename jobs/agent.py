@@ -24,7 +24,6 @@ from jobs.ranks import Ranks
 from jobs.recorder import AGENT_SOCKET
 from jobs.spec.control import (Ack, Challenge, Heartbeat, Hello, Kill, Killed, Knock, Prepare, Prepared, Shutdown,
                                Spooled, Start, ToAgent, Welcome, prove, proves)
-from jobs.spec.events import RankProgress, RankReport
 from jobs.spec.lines import PROVEN_LIMIT, Lines
 from jobs.spec.rundir import RunDir
 from jobs.spec.wire import decode, encode, kind_of, to_wire
@@ -50,8 +49,8 @@ class Agent:
         self.last_contact = time.monotonic()
         self.done = asyncio.Event()
         self.background: set[asyncio.Task] = set()  # orders that take a while; asyncio itself keeps no reference
-        self.listener = Listener(hear=self._hear)
-        self.ranks = Ranks(node=node, run_dir=run_dir, report=self.report, heard_out=self.listener.heard_out,
+        self.listener = Listener(hear=self.report)
+        self.ranks = Ranks(node=node, run_dir=run_dir, report=self.report, listener=self.listener,
                            extra_env={AGENT_SOCKET: self.listener.name, "ORC_AGENT_PID": str(os.getpid()),
                                       "ORC_RUN_DIR": str(run_dir.path)})
 
@@ -173,12 +172,6 @@ class Agent:
         self.seq += 1
         self.spool.append(Spooled(seq=self.seq, report=to_wire(report)))
         self._send(self.spool[-1])
-
-    def _hear(self, report: RankReport) -> None:
-        if isinstance(report, RankProgress):
-            self.ranks.note_progress(report)
-        else:
-            self.report(report)
 
     def _acknowledge(self, seq: int) -> None:
         while self.spool and self.spool[0].seq <= seq:

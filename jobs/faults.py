@@ -23,10 +23,9 @@ class InjectedFault(RuntimeError):
 
 
 def strike(faults: tuple[FaultSpec, ...], *, attempt: int, rank: int, step: int, recorder: Recorder,
-           parameters: Iterable[Any] = ()) -> bool:
+           parameters: Iterable[Any] = ()) -> None:
     """Carry out the faults meant for this attempt, rank and step (the step about to be computed, from 1).
-    `parameters` are this rank's tensors, for the faults that damage them; returns whether one did."""
-    damaged = False
+    `parameters` are this rank's tensors, for the faults that damage them."""
     for fault in faults:
         if (fault.attempt, fault.rank, fault.step) != (attempt, rank, step):
             continue
@@ -46,7 +45,5 @@ def strike(faults: tuple[FaultSpec, ...], *, attempt: int, rank: int, step: int,
 
                 for parameter in parameters:
                     local_of(parameter.detach()).fill_(math.nan)
-                damaged = True
             case other:
                 raise ValueError(f"faults: kind {other!r} is not known to the trainer")
-    return damaged

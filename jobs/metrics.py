@@ -8,9 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from jobs.spec.counts import model_flops_per_token
-from jobs.spec.model import AttentionConvention, ModelSpec
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
@@ -28,20 +25,6 @@ class RateMeter:
     world_size: int
     flops_per_token: float
     peak_tflops: float  # of one rank
-
-    @classmethod
-    def of(cls, model: ModelSpec, *, seq_len: int, global_batch_size: int, world_size: int, peak_tflops: float,
-           convention: AttentionConvention) -> "RateMeter":
-        flops = model_flops_per_token(model, seq_len=seq_len, convention=convention)
-        return cls.counted(flops, seq_len=seq_len, global_batch_size=global_batch_size, world_size=world_size,
-                           peak_tflops=peak_tflops)
-
-    @classmethod
-    def counted(cls, flops_per_token: float, *, seq_len: int, global_batch_size: int, world_size: int,
-                peak_tflops: float) -> "RateMeter":
-        """Of a model whose FLOPs somebody else has counted."""
-        return cls(tokens=global_batch_size * seq_len, world_size=world_size, peak_tflops=peak_tflops,
-                   flops_per_token=flops_per_token)
 
     def rates(self, step_time_s: float) -> Rates:
         tokens_per_s = self.tokens / step_time_s

@@ -11,15 +11,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 
 from jobs.forkserver import Answer, Exited, Fork, Forked, Preload, Ready, Signal
+from jobs.listener import Listener
 from jobs.node import available_cpus, interface_of
 from jobs.spec.control import RankState, Start
-from jobs.spec.events import RankExit, RankProgress
+from jobs.spec.events import RankExit
 from jobs.spec.job import SCRUBBED_PREFIXES, RankSlot, rank_environment
 from jobs.spec.lines import PROVEN_LIMIT
 from jobs.spec.rundir import RunDir
@@ -34,17 +35,16 @@ FORK_S, REAP_S = 60.0, 5.0  # the second well below what a supervisor waits for:
 class Ranks:
     """At most one attempt's ranks at a time."""
 
-    def __init__(self, *, node: str, run_dir: RunDir, report: Callable, heard_out: Callable[[int], Awaitable],
+    def __init__(self, *, node: str, run_dir: RunDir, report: Callable, listener: Listener,
                  extra_env: dict[str, str]) -> None:
         self.node = node
         self.run_dir = run_dir
         self.report = report
-        self.heard_out = heard_out  # returns once everything a process (by pid) reported has been passed on
+        self.listener = listener
         self.extra_env = extra_env
         self.attempt = 0
         self.slots: dict[int, RankSlot] = {}  # rank → slot, of ranks ordered and not yet ended
         self.pids: dict[int, int] = {}
-        self.progress: dict[int, RankProgress] = {}
         self.written: dict[int, float] = {}  # rank → when it last wrote to its log
         self._server: subprocess.Popen | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -106,7 +106,7 @@ class Ranks:
         """Report an exit, as the last thing that is told of the rank."""
         if end.rank not in self.slots:
             return
-        await self.heard_out(end.pid)
+        await self.listener.heard_out(end.pid)
         slot = self.slots.pop(end.rank)
         self.pids.pop(end.rank, None)
         tail = _tail(self.run_dir.rank_log(self.attempt, end.rank)) + (f"\n[{note}]" if note else "")
@@ -118,7 +118,6 @@ class Ranks:
     async def start(self, order: Start, *, address: str) -> None:
         """Fork every rank of this node's slice."""
         self.slots = {slot.rank: slot for slot in order.slots}
-        self.progress.clear()
         self.written.clear()
         if self._reading is None or self._reading.done():
             await self._lose_all()
@@ -170,11 +169,9 @@ class Ranks:
                     stray.wait()
 
     # -------------------------------------------------------------- what is known
-    def note_progress(self, progress: RankProgress) -> None:
-        self.progress[progress.rank] = progress
-
     def states(self) -> tuple[RankState, ...]:
-        known = ((rank, self.progress.get(rank)) for rank in self.slots)
+        progress = {p.rank: p for p in self.listener.progress() if p.attempt == self.attempt}
+        known = ((rank, progress.get(rank)) for rank in self.slots)
         return tuple(RankState(rank=rank, pid=self.pids.get(rank, 0), step=p.step if p else 0,
                                phase=p.phase if p else "starting", t=p.t if p else 0.0,
                                active_t=max(p.t if p else 0.0, self.written.get(rank, 0.0))) for rank, p in known)

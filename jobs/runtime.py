@@ -26,16 +26,19 @@ BACKENDS = {"cpu": "shared_gloo", "cuda": "nccl"}
 
 
 @functools.cache
-def _network() -> Any:
-    """Of this process: made in the rank, which a thread would not survive being forked to."""
-    return ProcessGroupGloo.create_default_device()
+def _network() -> list[Any]:
+    """Of this process: made in the rank, which a thread would not survive being forked to. torch's default would be
+    the address of the host's name, whatever interfaces the agent or the user has named."""
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    return [ProcessGroupGloo.create_device(interface=name) for name in named.split(",") if name] or [
+        ProcessGroupGloo.create_default_device()]
 
 
 def _shared_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
     """torch's gloo, but all groups of a rank share one thread for their sockets. One of its own, as torch gives to each
     axis of a mesh, wakes 100 times a second even where the axis has a single rank: four of them took 1% of a core."""
     options = ProcessGroupGloo._Options()
-    options._devices, options._timeout = [_network()], timeout
+    options._devices, options._timeout = _network(), timeout
     return ProcessGroupGloo(store, rank, size, options)
 
 

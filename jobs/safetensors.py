@@ -4,6 +4,7 @@ Used by jobs.weights. Written here rather than taken from a package because a ra
 each tensor, straight from the mapped file. Format: https://huggingface.co/docs/safetensors
 """
 import json
+import math
 import mmap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -46,9 +47,6 @@ class Folder:
                     raise SafetensorsError(f"{file}: holds {name!r}, which another file of the folder holds, too")
                 self._entries[name] = mapped, entry
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._entries
-
     def names(self) -> list[str]:
         return list(self._entries)
 
@@ -57,9 +55,7 @@ class Folder:
         if name not in self._entries:
             raise SafetensorsError(f"{self.path}: holds no tensor {name!r}")
         mapped, entry = self._entries[name]
-        count = 1
-        for size in entry.shape:
-            count *= size
+        count = math.prod(entry.shape)
         if count == 0:
             return torch.empty(entry.shape, dtype=entry.dtype)
         return torch.frombuffer(mapped, dtype=entry.dtype, count=count, offset=entry.first).view(entry.shape)

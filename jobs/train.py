@@ -19,6 +19,7 @@ from jobs.optim import Optimizer
 from jobs.own import flops_per_token, parallelize_own
 from jobs.parallel import ParallelModel, parallelize
 from jobs.recorder import Recorder
+from jobs.spec.counts import model_flops_per_token
 from jobs.spec.job import JobSpec
 from jobs.spec.load import SpecError, from_dict
 from jobs.spec.model import AttentionConvention
@@ -81,13 +82,12 @@ def build_trainer(job: JobSpec, *, parallel: ParallelModel, mesh: DeviceMesh, re
 def build_meter(job: JobSpec) -> tuple[RateMeter, AttentionConvention]:
     """What turns step times into rates, and how attention is counted in them: as it is computed, where the model is the
     user's own."""
-    training = job.training
-    known = {"seq_len": training.seq_len, "global_batch_size": training.global_batch_size,
-             "world_size": job.world_size, "peak_tflops": job.peak_tflops}
-    if isinstance(job.model, OwnModel):
-        flops = flops_per_token(job.model, seq_len=training.seq_len)
-        return RateMeter.counted(flops, **known), "full"
-    return RateMeter.of(job.model, **known, convention=job.mfu_convention), job.mfu_convention
+    training, own = job.training, isinstance(job.model, OwnModel)
+    convention = "full" if own else job.mfu_convention
+    flops = flops_per_token(job.model, seq_len=training.seq_len) if own else \
+        model_flops_per_token(job.model, seq_len=training.seq_len, convention=convention)
+    return RateMeter(tokens=training.global_batch_size * training.seq_len, world_size=job.world_size,
+                     flops_per_token=flops, peak_tflops=job.peak_tflops), convention
 
 
 def build_validation(job: JobSpec, *, parallel: ParallelModel, device: torch.device) -> Validation | None:

@@ -3,6 +3,7 @@
 Built by jobs.train from ready-made parts. Side effects on the outside are reports (jobs.recorder) and
 checkpoint files; it knows no mesh axis but those over which a loss is summed.
 """
+import itertools
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -89,9 +90,10 @@ class Trainer:
         """Train to the final step, saving on the way and at the end."""
         while self.progress.step < self.final_step:
             step = self.progress.step + 1
-            if strike(self.faults, attempt=self.recorder.attempt, rank=self.recorder.rank, step=step,
-                      recorder=self.recorder, parameters=self.optimizer.parameters.values()):
-                self.parallel.refresh_weights()
+            # all that this rank holds, masters and what computes: the faulty rank alone can start no collective
+            strike(self.faults, attempt=self.recorder.attempt, rank=self.recorder.rank, step=step,
+                   recorder=self.recorder, parameters=itertools.chain(
+                       self.optimizer.parameters.values(), *(part.parameters() for part in self.parallel.model_parts)))
             self._step(step)
             # before it is saved: who resumes from a checkpoint knows that its step has been validated
             if self.validation is not None and self.validation.is_due(step, final_step=self.final_step):

@@ -74,7 +74,7 @@ def trace(model: nn.Module, table: Table, *, seq_len: int, vocab_size: int) -> C
     tokens = torch.zeros(1, seq_len, dtype=torch.int64, device="meta")
     kept = _versions(model)
     try:
-        with torch.no_grad(), FlopCounterMode(display=False) as counter, _Drawn() as drawn, \
+        with torch.no_grad(), FlopCounterMode(display=False) as counter, _Seen(model, table, counter) as seen, \
                 torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), _listening(model, table) as calls:
             logits = model(tokens)
         written = _written_again(model, tokens, kept)
@@ -83,8 +83,11 @@ def trace(model: nn.Module, table: Table, *, seq_len: int, vocab_size: int) -> C
     if written:
         raise OwnModelError(f"model.entrypoint: the forward writes to buffer {', '.join(written[:4])}; running values "
                             "would depend on the layout and are in no checkpoint; leave them out")
-    if drawn.found:
-        raise OwnModelError(f"model.entrypoint: the forward draws random numbers, {drawn.found}; they would depend on "
+    if seen.apart:
+        raise OwnModelError(f"model.entrypoint: the forward uses {seen.apart} while that block is not called; ranks "
+                            "have a block's weights while it is; put what it computes into its own forward")
+    if seen.drawn:
+        raise OwnModelError(f"model.entrypoint: the forward draws random numbers, {seen.drawn}; they would depend on "
                             "the layout; use nn.Dropout modules (what attention weighs cannot be dropped)")
     if not isinstance(logits, Tensor) or tuple(logits.shape) != (1, seq_len, vocab_size):
         shape = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
@@ -115,17 +118,32 @@ def _written_again(model: nn.Module, tokens: Tensor, kept: dict) -> list[str]:
     return [name for name, version in _versions(model).items() if version != once.get(name)]
 
 
-class _Drawn(TorchDispatchMode):
-    """Where in the user's code a random number is drawn first."""
+class _Seen(TorchDispatchMode):
+    """Where in the user's code a random number is drawn first, and a block's weight is used by others than the block.
+    """
 
-    found: str | None = None
+    def __init__(self, model: nn.Module, table: Table, counter: FlopCounterMode) -> None:
+        super().__init__()
+        self.drawn: str | None = None
+        self.apart: str | None = None
+        self._called = counter.mod_tracker.parents  # names of modules that are running, below the model's own
+        self._home = {weight: (f"{type(model).__name__}.{block}", f"{block}.{name}") for block in table.blocks
+                      for name, weight in model.get_submodule(block).named_parameters()}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if torch.Tag.nondeterministic_seeded in func.tags and self.found is None:
-            frames = [frame for frame in traceback.extract_stack() if f"{os.sep}torch{os.sep}" not in frame.filename]
-            where = [frame for frame in frames if frame.filename != __file__][-1]
-            self.found = f"{func._schema.name} at {where.filename}:{where.lineno} in {where.name}"
+        if torch.Tag.nondeterministic_seeded in func.tags and self.drawn is None:
+            self.drawn = f"{func._schema.name} {_place()}"
+        for block, name in (self._home[one] for one in args if isinstance(one, nn.Parameter) and one in self._home):
+            if block not in self._called and self.apart is None:
+                self.apart = f"{name} {_place()}"
         return func(*args, **kwargs or {})
+
+
+def _place() -> str:
+    """The line of the user's code that is running."""
+    frames = [frame for frame in traceback.extract_stack() if f"{os.sep}torch{os.sep}" not in frame.filename]
+    where = [frame for frame in frames if frame.filename != __file__][-1]
+    return f"at {where.filename}:{where.lineno} in {where.name}"
 
 
 @contextlib.contextmanager

@@ -102,7 +102,10 @@ class ParallelModel:
         """The loss of forward_backward, by forward passes alone: nothing is dropped out, choices of experts are not
         counted, and what trains is afterwards as it was."""
         with evaluating(self.model_parts):
-            return self.schedule.evaluate(inputs, targets, self._sequences.at(None, documents=documents))
+            loss = self.schedule.evaluate(inputs, targets, self._sequences.at(None, documents=documents))
+        if self.buckets is not None:
+            self.buckets.gather_rest()  # what this rank's forward has not used another's may have
+        return loss
 
     @torch.no_grad()
     def _take_gradients(self) -> dict[str, Tensor]:

@@ -91,14 +91,14 @@ class Buckets:
         self._reduce_dtype = reduce_dtype
         self._sum_dtype = reduce_dtype if in_shards or num_backwards == 1 else torch.float32
         self._home: dict[nn.Parameter, tuple[Bucket, Master]] = {}
-        built = [[bucket for unit in units if (bucket := self._build(unit)).masters] for units in parts]
+        by_unit = [[(unit, bucket) for unit in units if (bucket := self._build(unit)).masters] for units in parts]
+        built = [[bucket for _, bucket in of_part] for of_part in by_unit]
         self.buckets = [bucket for of_part in built for bucket in of_part]
         self._rounds = [_Round(of_part, num_backwards=1) for of_part in built] if in_shards else [
             _Round(self.buckets, num_backwards=num_backwards)]
         self._round_of = {bucket: one for one in self._rounds for bucket in one.order}
         self._last: Bucket | None = None  # whose reduction was started last
-        first = {self._home[unit.weights[0]][0] for units in parts for unit in units
-                 if unit.is_used_first and unit.weights}
+        first = {bucket for of_part in by_unit for unit, bucket in of_part if unit.is_used_first}
         self._by_use = sorted((b for b in self.buckets if b.shards.size() > 1), key=lambda b: b not in first)
         self._to_gather: list[Bucket] = []
         self._begin()

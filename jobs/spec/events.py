@@ -15,17 +15,6 @@ Act = Literal["restart", "stop", "finish"]
 
 # ------------------------------------------------------------------ reports of a rank
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankProgress:
-    """A rank's own heartbeat: it has entered this phase of this step. Kept by the agent, not recorded."""
-
-    attempt: int
-    rank: int
-    step: int
-    phase: str  # "start", "data", "forward_backward", "optimizer", "validation", "checkpoint"
-    t: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
     """One optimizer step, from the rank that owns the loss (first rank of the last stage); or rank 0 of a trainer of
     the user's own, which need not know everything (jobs.report). None is unknown, not zero."""
@@ -278,8 +267,7 @@ class RunEnded:
 # of a run's supervisor, and of the command that followed it; 2 is refused input
 EXIT_CODES = {"completed": 0, "failed": 1, "stopped": 3}
 
-RankReport = (RankProgress | StepReport | ValidationReport | ShardReport | CheckpointSaved | RankError | FaultInjected
-              | RankFinished)
+RankReport = StepReport | ValidationReport | ShardReport | CheckpointSaved | RankError | FaultInjected | RankFinished
 AgentReport = RankExit | NodeSample
 Event = (StepReport | ValidationReport | CheckpointSaved | RankError | FaultInjected | RankFinished | RankExit
          | NodeSample | RunStarted | AgentJoined | AgentLost | RanksSilent | AttemptStarted | CheckpointCommitted

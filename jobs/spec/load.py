@@ -60,7 +60,7 @@ def to_dict(obj: Any) -> Any:
     if type(obj) in _PLAIN:  # first, and names looked up once: ranks do this several times in every step
         return obj
     if dataclasses.is_dataclass(obj):
-        return {name: to_dict(getattr(obj, name)) for name in _field_names(type(obj))}
+        return {name: to_dict(getattr(obj, name)) for name in _fields(type(obj))}
     if isinstance(obj, Enum):
         return obj.value
     if isinstance(obj, dict):
@@ -68,11 +68,6 @@ def to_dict(obj: Any) -> Any:
     if isinstance(obj, list | tuple):
         return [to_dict(v) for v in obj]
     return obj
-
-
-@functools.cache
-def _field_names(cls: type) -> tuple[str, ...]:
-    return tuple(f.name for f in dataclasses.fields(cls))
 
 
 def from_dict(cls: type[T], data: Any, *, origin: str = "") -> T:
@@ -92,11 +87,18 @@ def suggest(word: str, known: typing.Iterable[str]) -> str:
 
 
 @functools.cache
+def _fields(cls: type) -> dict[str, dataclasses.Field]:
+    return {f.name: f for f in dataclasses.fields(cls)}
+
+
+@functools.cache
 def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
 def _convert(tp: Any, data: Any, where: str, problems: list[Problem]) -> Any:
+    if tp is type(data) and tp in _PLAIN:  # first: an agent reads several of these in every step
+        return data
     if dataclasses.is_dataclass(tp):
         return _convert_dataclass(tp, data, where, problems)
     origin, args = typing.get_origin(tp), typing.get_args(tp)
@@ -130,7 +132,7 @@ def _convert_dataclass(cls: Any, data: Any, where: str, problems: list[Problem])
     if not isinstance(data, dict):
         problems.append(Problem(where=where, value=data, message=f"is not a mapping ({cls.__name__} expected)"))
         return None
-    fields = {f.name: f for f in dataclasses.fields(cls)}
+    fields = _fields(cls)
     prefix = f"{where}." if where else ""
     before = len(problems)
     for key in data:

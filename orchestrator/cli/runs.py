@@ -11,7 +11,8 @@ from jobs.spec.rundir import RunDir
 from orchestrator.cli.terminal import EMPTY, Json, Overrides, RunFile, console, say
 from orchestrator.config import RunConfig
 from orchestrator.load import load_traced, read_stored
-from orchestrator.monitoring.status import render_report, render_status, write_report
+from orchestrator.monitoring.report import render_report, write_report
+from orchestrator.monitoring.status import render_status
 from orchestrator.monitoring.summary import summary_json
 from orchestrator.planner import Plan
 from orchestrator.planner.show import show_plan

@@ -77,6 +77,10 @@ def follow(path: Path, *, wait: Callable[[], bool], offset: int = 0) -> Iterator
             yield batch
 
 
+def all_of(events: Sequence[Event], kind: type[T]) -> list[T]:
+    return [event for event in events if isinstance(event, kind)]
+
+
 def last_of(events: Sequence[Event], kind: type[T]) -> T | None:
     """The last event of a kind; of several kinds, where `kind` is a union."""
     return next((event for event in reversed(events) if isinstance(event, kind)), None)

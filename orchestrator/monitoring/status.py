@@ -1,33 +1,28 @@
-"""What a person sees of a run: `orc status` at a glance, `orc report` in depth with pictures.
+"""What a person sees of a run at a glance: `orc status`, and the head of `orc report`.
 
-Called by the CLI. Renders a RunSummary and the history behind it; decides nothing and asks nobody.
+Called by the CLI and by the report. Renders a RunSummary and the history behind it; decides nothing and asks nobody.
 """
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TypeVar
 
 from rich import box
 from rich.columns import Columns
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from jobs.spec.events import (AttemptStarted, CheckpointCommitted, CheckpointSaved, CheckpointSkipped, Decision,
-                              Diagnosis, Event, NodeSample, RankError, RunEnded, RunStarted, StepReport,
+                              Diagnosis, Event, NodeSample, RunEnded, RunStarted, StepReport,
                               ValidationReport)
 from jobs.spec.rundir import RunDir
 from orchestrator.monitoring.goodput import PARTS, Goodput
-from orchestrator.monitoring.history import last_of
+from orchestrator.monitoring.history import all_of, last_of
 from orchestrator.monitoring.summary import RunSummary
 from orchestrator.monitoring.wandb_files import wandb_location
 from orchestrator.monitoring.wording import KIND_STYLE, PART_STYLE, STATE_STYLE, duration, shown
 
-T = TypeVar("T")
 BAR_WIDTH = 64  # characters of the goodput bar
-TRACEBACK_LINES = 7  # of each exception of a chain
 GIB = 2**30
 
 
@@ -42,27 +37,7 @@ def render_status(summary: RunSummary, events: Sequence[Event], *, run_dir: RunD
     if nodes.row_count:
         parts.append(nodes)
     parts += [_checkpoints(events, run_dir=run_dir), _goodput(summary.goodput), _wandb(summary, run_dir=run_dir)]
-    return Group(*_spaced(parts))
-
-
-def render_report(summary: RunSummary, events: Sequence[Event], *, run_dir: RunDir,
-                  pictures: Sequence[Path]) -> RenderableType:
-    """The status, then each attempt's story with its evidence, the loss along the run, and where the pictures lie."""
-    parts: list[RenderableType] = [render_status(summary, events, run_dir=run_dir)]
-    parts += [_story(diagnosis, events, run_dir=run_dir) for diagnosis in _all(events, Diagnosis)
-              if diagnosis.kind != "completed"]
-    if summary.losses:
-        parts.append(_curve(summary))
-    lines = [Text.assemble(("pictures     ", "bold"), str(picture)) for picture in pictures[:1]]
-    lines += [Text(f"             {picture}") for picture in pictures[1:]]
-    return Group(*_spaced([*parts, Group(*lines)]))
-
-
-def write_report(summary: RunSummary, events: Sequence[Event], *, run_dir: RunDir) -> list[Path]:
-    """The pictures of `orc report`, into RunDir.report; returns their paths."""
-    from orchestrator.monitoring.plots import write_plots  # loads matplotlib: a second that `orc status` need not wait
-
-    return write_plots(events, ledger=summary.goodput, title=run_dir.path.name, folder=run_dir.report)
+    return Group(*spaced(parts))
 
 
 def _headline(summary: RunSummary, events: Sequence[Event], *, run_dir: RunDir) -> RenderableType:
@@ -79,7 +54,7 @@ def _headline(summary: RunSummary, events: Sequence[Event], *, run_dir: RunDir) 
     if summary.final_step is not None:
         loss = "" if summary.final_loss is None else f"  loss {summary.final_loss:.4f}"
         rate = "" if summary.tokens_per_s is None else f"  {summary.tokens_per_s:,.0f} tokens/s"
-        mfu = "" if summary.mfu is None else f"  MFU {summary.mfu:.1%} ({_all(events, StepReport)[-1].mfu_convention})"
+        mfu = "" if summary.mfu is None else f"  MFU {summary.mfu:.1%} ({all_of(events, StepReport)[-1].mfu_convention})"
         lines.append(Text(f"step {summary.final_step}{loss}{rate}{mfu}", style="bold"))
     if validated := last_of(events, ValidationReport):
         lines.append(Text(f"validation after step {validated.step}  loss {validated.loss:.4f}  {validated.tokens:,} "
@@ -89,8 +64,8 @@ def _headline(summary: RunSummary, events: Sequence[Event], *, run_dir: RunDir) 
 
 def _attempts(summary: RunSummary, events: Sequence[Event]) -> Table:
     table = _table("attempt", "started", "took", "steps", "diagnosis", "decision", title="attempts")
-    verdicts = {diagnosis.attempt: diagnosis for diagnosis in _all(events, Diagnosis)}
-    decisions = {decision.attempt: decision for decision in _all(events, Decision)}
+    verdicts = {diagnosis.attempt: diagnosis for diagnosis in all_of(events, Diagnosis)}
+    decisions = {decision.attempt: decision for decision in all_of(events, Decision)}
     for a in summary.attempts:
         unended = "running" if summary.state == "running" else "unknown"
         took = unended if a.end is None else duration(a.end - a.start)
@@ -112,7 +87,7 @@ def _steps(events: Sequence[Event], *, count: int) -> Table:
                    title="last steps")
     for column in table.columns:
         column.justify = "right"
-    for s in _all(events, StepReport)[-count:]:
+    for s in all_of(events, StepReport)[-count:]:
         memory = None if s.peak_memory_bytes is None else s.peak_memory_bytes / GIB
         table.add_row(f"{s.step}", f"{s.attempt}", shown(s.loss, ".4f"), shown(s.grad_norm, ".3f"), shown(s.lr, ".2e"),
                       shown(s.step_time_s, ".3f", unit=" s"), shown(s.tokens_per_s, ",.0f"), shown(s.mfu, ".1%"),
@@ -122,7 +97,7 @@ def _steps(events: Sequence[Event], *, count: int) -> Table:
 
 def _nodes(events: Sequence[Event]) -> Table:
     """The newest sample of every node."""
-    newest = {sample.node: sample for sample in _all(events, NodeSample)}
+    newest = {sample.node: sample for sample in all_of(events, NodeSample)}
     gpu_columns = ("GPU utilization", "GPU memory", "GPU temperature")
     has_gpus = any(sample.gpu_utilization for sample in newest.values())
     table = _table("node", "sampled", "CPU", "memory", *(gpu_columns if has_gpus else ()), title="nodes")
@@ -147,7 +122,7 @@ def _per_gpu(values: Sequence[float | None], form: str) -> str:
 
 def _checkpoints(events: Sequence[Event], *, run_dir: RunDir) -> Text:
     text = Text.assemble(("checkpoints  ", "bold"))
-    committed, on_disk = _all(events, CheckpointCommitted), run_dir.committed_steps()
+    committed, on_disk = all_of(events, CheckpointCommitted), run_dir.committed_steps()
     kept = ", ".join(map(str, on_disk)) or "none"
     if not committed and (saved := last_of(events, CheckpointSaved)):
         return text.append(f"its trainer's own; the newest holds step {saved.step}, since {_clock(saved.t)}")
@@ -156,7 +131,7 @@ def _checkpoints(events: Sequence[Event], *, run_dir: RunDir) -> Text:
     newest = committed[-1]
     text.append(f"newest step {newest.step} at {_clock(newest.t)}, {newest.size_bytes / GIB:.3f} GiB, saved in "
                 f"{newest.save_s:.2f} s; committed {len(committed)}, on disk: {kept}")
-    for skipped in _all(events, CheckpointSkipped):
+    for skipped in all_of(events, CheckpointSkipped):
         text.append(f"\n             step {skipped.step} skipped: {skipped.reason}", style="red")
     return text
 
@@ -198,58 +173,13 @@ def _wandb(summary: RunSummary, *, run_dir: RunDir) -> Text:
     return text
 
 
-def _story(diagnosis: Diagnosis, events: Sequence[Event], *, run_dir: RunDir) -> Panel:
-    lines = [Text(diagnosis.summary, style="bold")]
-    if diagnosis.suspects:
-        lines.append(Text(f"suspects: {', '.join(diagnosis.suspects)}"))
-    if diagnosis.step is not None:
-        lines.append(Text(f"last completed step: {diagnosis.step}"))
-    told = [error for error in _all(events, RankError)
-            if (error.attempt, error.rank) == (diagnosis.attempt, diagnosis.rank)]
-    if told:  # the whole traceback of the root; those of other ranks are its echoes
-        log = run_dir.rank_log(diagnosis.attempt, diagnosis.rank)
-        lines += [Text(f"traceback of rank {diagnosis.rank}; whole in {log}:"),
-                  Text(_shortened(told[0].traceback), style="dim")]
-    else:
-        lines += [Text(f"· {line}") for line in diagnosis.evidence]
-    for decision in _all(events, Decision):
-        if decision.attempt == diagnosis.attempt:
-            lines.append(Text.assemble((f"→ {decision.act}  ", "bold"), decision.reason))
-    return Panel(Group(*lines), title=f"attempt {diagnosis.attempt}: {diagnosis.kind}", title_align="left",
-                 box=box.ROUNDED, border_style=KIND_STYLE.get(diagnosis.kind, "red"))
-
-
-def _shortened(traceback: str) -> str:
-    """The last lines of each exception of a chain: the first is the root, the last is what ended the rank."""
-    blocks = traceback.rstrip().split("\n\n")
-    shown = []
-    for block in blocks:
-        lines = [line for line in block.splitlines() if line.strip(" ^~")]  # markers point at what is cut off
-        shown.append("\n".join([*(["  …"] if len(lines) > TRACEBACK_LINES else []), *lines[-TRACEBACK_LINES:]]))
-    return "\n\n".join(shown)
-
-
-def _curve(summary: RunSummary) -> Table:
-    """The loss at about twelve steps, evenly spaced, first and last included."""
-    steps = sorted(summary.losses)
-    places = sorted({round(i * (len(steps) - 1) / 11) for i in range(12)})
-    table = Table(box=None, padding=(0, 2, 0, 0), title="loss along the run", title_justify="left", show_header=False)
-    table.add_row("step", *(str(steps[place]) for place in places), style="dim")
-    table.add_row("loss", *(f"{summary.losses[steps[place]]:.3f}" for place in places))
-    return table
-
-
 def _table(*columns: str, title: str) -> Table:
     return Table(*columns, title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
                  header_style="dim", padding=(0, 1), show_edge=False)
 
 
-def _spaced(parts: Sequence[RenderableType]) -> list[RenderableType]:
+def spaced(parts: Sequence[RenderableType]) -> list[RenderableType]:
     return [line for part in parts for line in (part, Text(""))][:-1]
-
-
-def _all(events: Sequence[Event], kind: type[T]) -> list[T]:
-    return [event for event in events if isinstance(event, kind)]
 
 
 def _clock(t: float) -> str:

@@ -173,7 +173,8 @@ def _reduction_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSpec
 def _largest_unit(model: ModelSpec, layout: Layout, rank: int) -> tuple[int, int]:
     """Weights that are gathered and reduced together: of layers, and of the larger end of the model held here."""
     layer, end = _largest(model, layout.layers_per_stage, layout.stages(rank), tp=layout.dims.tp, ep=layout.dims.ep)
-    return layout.layers_per_unit * layer, end
+    longest = max(layout.layers_per_stage[stage] for stage in layout.stages(rank))
+    return min(layout.layers_per_unit, longest) * layer, end
 
 
 @functools.lru_cache(maxsize=16384)  # asked several times for each of many layouts

@@ -14,6 +14,7 @@ from jobs.parallel.boundary import Boundary
 from jobs.parallel.bucket import Bucket
 from jobs.parallel.columns import column_parallel
 from jobs.parallel.context import ContextAttention
+from tests.distributed.test_own_model import MIXER
 from tests.helpers.models import MIXTURE
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, build_model, job, layout
@@ -104,13 +105,21 @@ def order_of_a_forward(spec) -> list[str]:
     return order.words
 
 
-@pytest.mark.parametrize("model", [TINY, TIED], ids=["untied", "tied"])
-def test_updated_weights_are_gathered_while_those_before_them_compute(model, tmp_path):
-    spec = job(tmp_path, layout(model=model, dp_shard=2, zero_stage=1, microbatch_size=4), model=model)
+# model → gathers under way when the first layer computes: two at once, one more for each unit that is used until then
+GATHERS = {
+    "untied": (TINY, 4),
+    "tied": (TIED, 4),
+    "an own one, whose last unit is the model itself": (MIXER, 5),
+}
+
+
+@pytest.mark.parametrize("case", GATHERS)
+def test_updated_weights_are_gathered_while_those_before_them_compute(case, tmp_path):
+    model, under_way = GATHERS[case]
+    spec = job(tmp_path, layout(dp_shard=2, zero_stage=1, microbatch_size=4), model=model)
     for words in run_ranks(order_of_a_forward, world_size=2, args=(spec,)):
-        ahead = words[:words.index("mm")].count("gather")
-        assert ahead == 4  # two at once; a third when the embedding is used, a fourth when the first layer is
-        assert words.count("gather") == LAYERS + 1 + (model is TINY)
+        assert words[:words.index("mm")].count("gather") == under_way
+        assert words.count("gather") == LAYERS + 1 + (model is not TIED)
 
 
 # ------------------------------------------------------------------ keys, activations

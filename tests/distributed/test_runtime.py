@@ -10,7 +10,7 @@ from jobs import runtime
 from jobs.mesh import build_mesh
 from jobs.parallel.expert import build_expert_mesh
 from jobs.spec.parallel import ParallelDims
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import RanksFailed, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -52,6 +52,13 @@ def network_threads_of_a_mesh() -> int:
 
 def test_all_groups_of_a_rank_share_one_network_thread():
     assert run_ranks(network_threads_of_a_mesh, world_size=4) == [1] * 4
+
+
+def test_groups_use_the_interface_that_is_named(monkeypatch):
+    """A host's own name is often 127.0.1.1: other nodes would not find the rank there."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-one")
+    with pytest.raises(RanksFailed, match="no-such-one"):
+        run_ranks(dist.get_rank, world_size=1)
 
 
 def test_a_rank_without_a_gpu_says_so(monkeypatch):

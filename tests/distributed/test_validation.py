@@ -183,6 +183,15 @@ def test_nothing_is_dropped_out(case, tmp_path):
     assert noticed(dropping)[0] != noticed(whole)[0]
 
 
+def test_ranks_need_not_use_the_same_blocks(tmp_path):
+    """Updated weights are gathered as they are used; those that one rank leaves out, before anything else is sent."""
+    leaving = OwnModel(name="leaving", entrypoint="tests.helpers.own_models:kind", vocab_size=256,
+                       arguments={"name": "leaving"})
+    where = layout(model=dataclasses.replace(TINY, num_layers=8), dp_shard=2, zero_stage=1)
+    found = trained(tmp_path / "with", where, leaving, with_validation(interval_steps=1))
+    assert noticed(found) == noticed(trained(tmp_path / "without", where, leaving, TRAINING))
+
+
 # ------------------------------------------------------------------ over restarts
 # checkpoint interval, validation interval, layout of the second attempt → steps validated in the first, in the second
 RESTARTS = {

@@ -1,6 +1,7 @@
 """Every stage of ZeRO, replicas and their combination compute what one rank computes, whatever the units and however
 often gradients are reduced; and each stage really holds what its name says."""
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from jobs.mesh import local_of
 from jobs.spec.counts import num_params
+from jobs.spec.job import FaultSpec
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import TINY, TRAINING, assert_matches_single_rank, build_model, job, layout
+from tests.helpers.training import (TINY, TRAINING, assert_matches_single_rank, build_model, job, layout,
+                                    train_job)
 
 pytestmark = pytest.mark.distributed
 
@@ -138,3 +141,20 @@ def test_each_stage_holds_what_it_says(case, tmp_path):
     total = num_params(TINY)
     for held in run_ranks(held_elements, world_size=2, args=(job(tmp_path, layout(**arguments)),)):
         assert held == {"weights": weights * total, "gradients": gradients * total, "updated": updated * total}
+
+
+DAMAGED = {
+    "replicas with masters": (dict(dp_replicate=2), "bfloat16"),
+    "ZeRO-1": (dict(dp_shard=2, zero_stage=1), "float32"),
+    "ZeRO-2, reduced every microbatch": (dict(dp_shard=2, zero_stage=2, reduce_every_microbatch=True), "float32"),
+    "ZeRO-3": (dict(dp_shard=2), "float32"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_one_ranks_broken_numbers_reach_the_loss(case, tmp_path):
+    """And nothing else happens: that rank starts no collective of its own."""
+    arguments, param_dtype = DAMAGED[case]
+    spec = job(tmp_path, layout(**arguments), training=dataclasses.replace(TRAINING, param_dtype=param_dtype))
+    losses = train_job(dataclasses.replace(spec, faults=(FaultSpec(attempt=1, step=3, rank=1, kind="nan"),))).losses
+    assert [math.isnan(loss) for loss in losses] == [False, False, True, True, True]

@@ -68,6 +68,41 @@ class Looped(Small):
         return self.head(x)
 
 
+class Opened(Small):
+    """Calls what is in the blocks, and never a block."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block.down(torch.tanh(block.up(block.norm(x))))
+        return self.head(x)
+
+
+class Borrowed(Small):
+    """Uses a block's weight before the block is called."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = x + F.linear(x, self.blocks[1].up.weight).mean(-1, keepdim=True)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Leaving(Small):
+    """Validated, its second rank is content with the first block."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size, depth=8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        content = not (self.training or tokens.is_meta) and torch.distributed.get_rank() == 1
+        for block in self.blocks[:1 if content else None]:
+            x = block(x)
+        return self.head(x)
+
+
 class Hidden(Small):
     """Gives what is no logits."""
 
@@ -128,7 +163,8 @@ def running(*, vocab_size: int, seq_len: int, once: bool) -> tuple[nn.Module, di
 
 def kind(*, vocab_size: int, seq_len: int, name: str) -> tuple[nn.Module, dict]:
     return {"scaled": Scaled, "backwards": Backwards, "looped": Looped, "hidden": Hidden,
-            "noisy": Noisy, "misplaced": Misplaced}[name](vocab_size), PLAN
+            "noisy": Noisy, "misplaced": Misplaced, "opened": Opened, "borrowed": Borrowed,
+            "leaving": Leaving}[name](vocab_size), PLAN
 
 
 class Attention(nn.Module):

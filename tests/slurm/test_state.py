@@ -20,8 +20,6 @@ SHELL_JOBS = [
     ([], "kill -9 $$", "failed"),
     (["--hold"], "true", "pending"),
     ([], "sleep 600", "running"),
-    (["--array=0-2"], "exit $SLURM_ARRAY_TASK_ID", "failed"),
-    (["--array=0-1", "--hold"], "true", "pending"),
     (["--requeue"], "if [ -z $SLURM_RESTART_COUNT ]; then scontrol requeue $SLURM_JOB_ID; sleep 60; fi", "completed"),
 ]
 NODELISTS = [("n[1-3,4]", ("n1", "n2", "n3", "n4")), ("gpu[008-010]", ("gpu008", "gpu009", "gpu010")),

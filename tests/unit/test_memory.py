@@ -173,9 +173,11 @@ def test_zero_stages_of_a_7b_model(stage):
 def test_our_float32_zero1_keeps_masters_as_rows_of_the_weights():
     one, two = (stage_memory(SMALL, layout_of(SMALL, dims={"dp_shard": 4}, zero_stage=1, num_microbatches=m),
                              training=training(global_batch_size=4 * m), stage=0, device="cuda") for m in (1, 2))
-    params = num_params(SMALL)
-    assert one.parameters_bytes + one.gathered_bytes == 4 * params
-    assert (two.gradients_bytes, two.optimizer_bytes) == (4 * params, 8 * params / 4)
+    params, layer = num_params(SMALL), block_params(SMALL)
+    # with one message: where one microbatch is all, gradients are reduced unit by unit, and rows are what is left
+    assert one.parameters_bytes + one.gathered_bytes == 4 * (params + layer)
+    assert (one.gradients_bytes, one.optimizer_bytes) == (0, 8 * params / 4)  # before backward, at the peak
+    assert two.gradients_bytes == 4 * params
 
 
 def test_gradients_summed_in_place_need_one_units_message_beside_them():
@@ -188,6 +190,16 @@ def test_gradients_summed_in_place_need_one_units_message_beside_them():
     message = gathered("float32", 2) - gathered("float32", 1)
     assert 0 < message <= 4 * num_params(SMALL)
     assert gathered("bfloat16", 2) == gathered("bfloat16", 1)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_unit_is_no_larger_than_a_stage(zero):
+    """Whatever number of layers it may have."""
+    pp = SMALL.num_layers // 2
+    two, many = (stage_memory(SMALL, layout_of(SMALL, dims={"dp_shard": 2, "pp": pp}, num_microbatches=2 * pp,
+                                               layers_per_unit=n, zero_stage=zero, reduce_every_microbatch=zero > 1),
+                              training=training(global_batch_size=4 * pp), stage=0, device="cuda") for n in (2, 8))
+    assert two == many
 
 
 def test_reducing_every_microbatch_keeps_sharded_gradients():

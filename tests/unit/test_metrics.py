@@ -11,9 +11,9 @@ from jobs.spec.model import ModelSpec
 MODEL = ModelSpec(name="small", vocab_size=64, dim=8, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=16)
 
 
-def meter(**changes) -> RateMeter:
-    return RateMeter.of(MODEL, **{"seq_len": 32, "global_batch_size": 4, "world_size": 8, "peak_tflops": 1e-6,
-                                  "convention": "causal", **changes})
+def meter(convention: str = "causal") -> RateMeter:
+    flops = model_flops_per_token(MODEL, seq_len=32, convention=convention)
+    return RateMeter(tokens=4 * 32, world_size=8, flops_per_token=flops, peak_tflops=1e-6)
 
 
 def test_rates_of_a_step():

@@ -51,6 +51,9 @@ REFUSED = {
     "a weight of two blocks": ("altered", {"what": "tied"}, ["blocks.1.up.weight and blocks.0.up.weight are one"]),
     "dropout of channels": ("altered", {"what": "dropout"}, ["blocks.0.drop is a Dropout1d", "nn.Dropout"]),
     "random numbers of no module": ("kind", {"name": "noisy"}, ["draws random numbers, aten::", "own_models.py:"]),
+    "blocks that are never called": ("kind", {"name": "opened"}, ["uses blocks.0.norm.weight at ", "own_models.py:"]),
+    "a block's weight elsewhere": ("kind", {"name": "borrowed"}, [
+        "uses blocks.1.up.weight at ", "in forward while that block is not called"]),
     "dropout of what is no token": ("kind", {"name": "misplaced"}, [f"drop: dropout of [1, {VOCAB}, {SEQ}]"]),
     "batch norm": ("altered", {"what": "batch norm"}, ["blocks.0.bn is a batch norm"]),
     "a frozen weight": ("altered", {"what": "frozen"}, ["head.weight is not trained", "make it a buffer"]),

@@ -11,7 +11,8 @@ from jobs.spec.rundir import RunDir
 from orchestrator.monitoring.goodput import goodput, kept_steps
 from orchestrator.monitoring.plots import write_plots
 from orchestrator.monitoring.progress import progress_line
-from orchestrator.monitoring.status import render_report, render_status
+from orchestrator.monitoring.report import render_report
+from orchestrator.monitoring.status import render_status
 from orchestrator.monitoring.summary import summarize
 from orchestrator.monitoring.wandb_rows import Rows
 from orchestrator.supervision.observe import Health, observe

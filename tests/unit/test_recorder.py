@@ -1,4 +1,5 @@
-"""What a rank's recorder sends, and what happens when nobody reads it."""
+"""What a rank's recorder sends, what its page says, and what happens when nobody reads it."""
+import asyncio
 import os
 import socket
 import time
@@ -6,9 +7,9 @@ import time
 import pytest
 
 from jobs import recorder
-from jobs.recorder import Recorder
-from jobs.spec.events import RankFinished, RankProgress, RankReport
-from jobs.spec.wire import decode
+from jobs.listener import Listener
+from jobs.recorder import RankProgress, Recorder
+from jobs.spec.events import RankFinished
 
 
 @pytest.fixture
@@ -22,19 +23,50 @@ def listening():
 
 
 @pytest.mark.parametrize("step, phase", [(0, "start"), (7, "forward_backward"), (2**40, "checkpoint")])
-def test_progress_arrives_as_the_event_that_it_is(listening, step, phase):
-    server, name = listening
-    sender = Recorder(name, attempt=3, rank=12)
+def test_an_agent_sees_what_a_rank_does_and_hears_what_it_reports(step, phase):
+    heard = []
+    finished = RankFinished(attempt=3, rank=12, step=step, t=1.5)
+
+    async def listen() -> list[list[RankProgress]]:
+        listener = Listener(hear=heard.append)
+        async with await listener.open():
+            earlier, sender = (Recorder(listener.name, attempt=3, rank=12) for _ in range(2))  # a user's script, too
+            sender.report(finished)
+            await _until(lambda: heard)
+            looks = [listener.progress()]
+            earlier.progress(0, "forward_backward_of_another_page")
+            for at in ((step, "a phase with a longer name"), (step, phase)):  # nothing of the first is left
+                sender.progress(*at)
+            looks.append(listener.progress())
+            earlier.close()
+            sender.close()
+            assert sender.step == step
+            await listener.heard_out(os.getpid())
+            return [*looks, listener.progress()]
+
     before = time.time()
-    sender.progress(step, phase)
-    sender.report(RankFinished(attempt=3, rank=12, step=step, t=1.5))
+    nothing, told, gone = asyncio.run(listen())
+    assert heard == [finished] and nothing == gone == []
+    assert told[-1] == RankProgress(attempt=3, rank=12, step=step, phase=phase, t=told[-1].t) and len(told) == 2
+    assert before <= told[0].t <= told[1].t <= time.time()
+
+
+async def _until(condition) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def test_progress_wakes_nobody(listening):
+    server, name = listening
+    sender = Recorder(name, attempt=1, rank=0)
+    with server.accept()[0] as connection:
+        assert connection.recv(100).strip().isdigit()  # where its page is
+        sender.progress(1, "data")
+        connection.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            connection.recv(1)
     sender.close()
-    with server.accept()[0] as connection, connection.makefile("rb") as lines:
-        told, finished = [decode(line, RankReport) for line in lines]
-    assert told == RankProgress(attempt=3, rank=12, step=step, phase=phase, t=told.t)
-    assert before - 1e-3 <= told.t <= time.time() + 1e-3
-    assert finished == RankFinished(attempt=3, rank=12, step=step, t=1.5)
-    assert sender.step == step
 
 
 def test_an_agent_that_does_not_read_is_an_error_and_not_a_wait_for_ever(listening, monkeypatch):
@@ -43,7 +75,7 @@ def test_an_agent_that_does_not_read_is_an_error_and_not_a_wait_for_ever(listeni
     start = time.monotonic()
     with pytest.raises(OSError):
         while time.monotonic() - start < 20:
-            sender.progress(1, "data")
+            sender.report(RankFinished(attempt=1, rank=0, step=1, t=1.5))
     assert time.monotonic() - start >= 0.9  # it was given its time
     sender.close()
 

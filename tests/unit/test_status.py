@@ -11,7 +11,8 @@ from rich.console import Console
 from jobs.spec.events import AgentLost, AttemptStarted, CheckpointSkipped, Diagnosis, RankError
 from jobs.spec.rundir import MANIFEST, RunDir
 from orchestrator.monitoring.progress import Progress, progress_line
-from orchestrator.monitoring.status import render_report, render_status, write_report
+from orchestrator.monitoring.report import render_report, write_report
+from orchestrator.monitoring.status import render_status
 from orchestrator.monitoring.summary import summarize
 from tests.helpers.histories import T0, two_attempts
 
