@@ -3,7 +3,7 @@ import dataclasses
 
 import pytest
 
-from jobs.spec.counts import num_params
+from jobs.spec.counts import layer_params, num_params
 from jobs.spec.model import MlaSpec, ModelSpec, MoeSpec
 from orchestrator.planner.activations import BlockShape, block_activation_bytes, block_shape
 from orchestrator.planner.cost import heaviest
@@ -173,7 +173,7 @@ def test_zero_stages_of_a_7b_model(stage):
 def test_our_float32_zero1_keeps_masters_as_rows_of_the_weights():
     one, two = (stage_memory(SMALL, layout_of(SMALL, dims={"dp_shard": 4}, zero_stage=1, num_microbatches=m),
                              training=training(global_batch_size=4 * m), stage=0, device="cuda") for m in (1, 2))
-    params, layer = num_params(SMALL), block_params(SMALL)
+    params, layer = num_params(SMALL), layer_params(SMALL)
     # with one message: where one microbatch is all, gradients are reduced unit by unit, and rows are what is left
     assert one.parameters_bytes + one.gathered_bytes == 4 * (params + layer)
     assert (one.gradients_bytes, one.optimizer_bytes) == (0, 8 * params / 4)  # before backward, at the peak
