@@ -137,7 +137,8 @@ def _as_written(data: Any, node: Any, kinds: tuple[Any, ...]) -> Any:
         nodes = {key: inner for key, (_, inner) in _fields(node).items()}
         return {key: _as_written(value, nodes.get(key), _below(kinds, key)) for key, value in data.items()}
     if isinstance(data, list) and isinstance(node, yaml.SequenceNode):
-        return [_as_written(item, inner, _below(kinds)) for item, inner in zip(data, node.value)]
+        of_items = _below(kinds)
+        return [_as_written(item, inner, of_items) for item, inner in zip(data, node.value)]
     misread = isinstance(node, yaml.ScalarNode) and data is not None and not isinstance(data, str)
     return node.value if misread and _are_text(kinds) else data
 
@@ -157,8 +158,8 @@ def _below(kinds: tuple[Any, ...], name: Any = None) -> tuple[Any, ...]:
         if dataclasses.is_dataclass(kind):
             hint = typing.get_type_hints(kind).get(name)
             found += typing.get_args(hint) if isinstance(hint, types.UnionType) else [hint] if hint is not None else []
-        elif typing.get_origin(kind) in (list, dict):
-            found.append(typing.get_args(kind)[-1])
+        elif (origin := typing.get_origin(kind)) in (list, tuple, dict):
+            found.append(typing.get_args(kind)[1 if origin is dict else 0])
     return tuple(found)
 
 

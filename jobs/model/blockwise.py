@@ -6,6 +6,7 @@ log-sum-exp (arXiv:1805.02867; as a backward pass without stored scores: arXiv:2
 are float32, or float64 where the tensors are.
 """
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from jobs.model.rule import Block, Rule
@@ -50,10 +51,10 @@ def block_gradients(block: Block, grad: Tensor, q: Tensor, k: Tensor, v: Tensor,
 def _mask(block: Block, q: Tensor, v: Tensor, *, rule: Rule) -> tuple[bool, bool, Tensor | None]:
     """Whether a fused kernel computes this, whether with its own causal mask, and else the mask, bool [batch or 1,
     queries, keys]; none where everything is visible. No kernel caps scores or drops weights as `Rule.kept` does, and
-    all want one head size; CUDA's also wants 16-bit elements, no mask but the causal one, and heads of a multiple of 8
-    up to 256."""
+    all want one head size, to which narrower values are padded; CUDA's also wants 16-bit elements, no mask but the
+    causal one, and heads of a multiple of 8 up to 256."""
     size, on_cpu = q.shape[-1], q.device.type == "cpu"
-    fused = rule.kind.softcap is None and not rule.drops and size == v.shape[-1] and (
+    fused = rule.kind.softcap is None and not rule.drops and size >= v.shape[-1] and (
         on_cpu or (q.dtype in (torch.bfloat16, torch.float16) and size % 8 == 0 and size <= 256))
     if fused and rule.is_triangle(block):
         return True, True, None
@@ -65,14 +66,16 @@ def _forward(block: Block, q: Tensor, k: Tensor, v: Tensor, *, rule: Rule) -> tu
     fused, causal, seen = _mask(block, q, v, rule=rule)
     if not fused:
         return _written_out(block, seen, q, k, v, rule=rule)
+    width, v = v.shape[-1], _padded(v, q)
     if q.device.type == "cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=rule.kind.scale,
                                                                     attn_mask=_addends(seen, q))
-        # the kernel gives 0 for a query that sees no key
-        return out, lse if seen is None else lse.masked_fill(~seen.any(dim=-1)[:, None], -torch.inf)
-    out, lse, *_ = aten._scaled_dot_product_flash_attention(q, *_for_each_head(q, k, v), 0.0, causal,
-                                                            scale=rule.kind.scale)
-    return out, lse
+        if seen is not None:  # the kernel gives 0 for a query that sees no key
+            lse = lse.masked_fill(~seen.any(dim=-1)[:, None], -torch.inf)
+    else:
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, *_for_each_head(q, k, v), 0.0, causal,
+                                                                scale=rule.kind.scale)
+    return out[..., :width], lse
 
 
 def _backward(block: Block, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *,
@@ -80,17 +83,26 @@ def _backward(block: Block, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: 
     fused, causal, seen = _mask(block, q, v, rule=rule)
     if not fused:
         return _gradients_written_out(block, seen, grad, q, k, v, out, lse, rule=rule)
+    width = v.shape[-1]
+    grad, v, out = (_padded(t, q) for t in (grad, v, out))
     grad, out, lse = grad.contiguous(), out.contiguous(), lse.contiguous()
     if q.device.type == "cpu":
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, attn_mask=_addends(seen, q), scale=rule.kind.scale)
+        return dq, dk, dv[..., :width]
     # seed and offset of a generator that is not used, as its forward would give them
     seed, offset = (torch.empty(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ()))
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
         grad, q, *_for_each_head(q, k, v), out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, offset,
         scale=rule.kind.scale)
     groups = q.shape[1] // k.shape[1]
-    return dq, *(t.unflatten(1, (-1, groups)).sum(dim=2) for t in (dk, dv))
+    dk, dv = (t.unflatten(1, (-1, groups)).sum(dim=2) for t in (dk, dv))
+    return dq, dk, dv[..., :width]
+
+
+def _padded(t: Tensor, q: Tensor) -> Tensor:
+    """Of values, and what has their size: zeros up to the size of a query's head, which change nothing else."""
+    return t if t.shape[-1] == q.shape[-1] else F.pad(t, (0, q.shape[-1] - t.shape[-1]))
 
 
 def _addends(seen: Tensor | None, q: Tensor) -> Tensor | None:

@@ -62,7 +62,7 @@ class Crew:
         return found + self._silent()
 
     def recorded(self) -> None:
-        for node, seq in self._unacknowledged:
+        for node, seq in dict(self._unacknowledged).items():  # of each node the last, which stands for all before
             self.channel.acknowledge(node, seq)
         self._unacknowledged.clear()
 

@@ -1,13 +1,13 @@
 """What watching costs: the trainer's steps with its reports, heartbeats, metrics and fault hooks, and without.
 
-    python -m tests.benchmarks.hooks [--rounds 30] [--steps 5]
+    python -m tests.benchmarks.hooks [--rounds 30] [--steps 5] [--ranks 1]
 
-One rank trains with a real agent on the other end of its socket, and the agent talks to a real channel, at the default
+Ranks train with a real agent on the other end of their sockets, and the agent talks to a real channel, at the default
 rates of heartbeats and samples. The same trainer takes turns with the bare loop of its own parts (data, forward and
 backward, update, the two figures read back). Printed: the median step of each and the median of the ratios of
 neighbouring turns; the same of the rank's CPU time; and the seconds per step spent inside the hooks, by the clock and
 by the CPU: the latter is not disturbed by others on the machine, and is held against the limit of 1% of a 50 ms step.
-The agent's own CPU time is not the rank's: it is printed as a share of one core.
+The CPU time of the agent and of the channel's other end is not the rank's: it is printed per watched step of all ranks.
 """
 import argparse
 import asyncio
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch.distributed as dist
 
 from jobs import trainer as trainer_module
 from jobs.recorder import Recorder
@@ -63,7 +64,7 @@ def supervise(run_dir: Path, port_to: Any) -> None:
 
 @contextlib.contextmanager
 def watched(run_dir: Path):
-    """Yields the agent's process and the name of its socket."""
+    """Yields the processes of the agent and of the supervisor, and the name of the agent's socket."""
     RunDir(run_dir).secret.write_text(secrets.token_hex(16))
     receive, send = multiprocessing.Pipe(duplex=False)
     supervisor = multiprocessing.get_context("fork").Process(target=supervise, args=(run_dir, send), daemon=True)
@@ -71,7 +72,7 @@ def watched(run_dir: Path):
     agent = subprocess.Popen([sys.executable, "-m", "jobs.agent", "--run-dir", str(run_dir), "--node", "node-0",
                               "--supervisor", f"127.0.0.1:{receive.recv()}"])
     try:
-        yield agent, _socket_of(agent)
+        yield [psutil.Process(agent.pid), psutil.Process(supervisor.pid)], _socket_of(agent)
     finally:
         agent.terminate()
         agent.wait()
@@ -105,7 +106,7 @@ def bare_step(trainer: Trainer, step: int) -> None:
 
 
 def take_turns(spec, socket_name: str, rounds: int, steps: int) -> Turns:
-    recorder = Recorder(socket_name, attempt=1, rank=0)
+    recorder = Recorder(socket_name, attempt=1, rank=dist.get_rank())
     trainer = build_trainer(spec, recorder=recorder)
     trainer.plan = replace(trainer.plan, interval_steps=10**9)
     inside = _clock_hooks(trainer)
@@ -115,12 +116,13 @@ def take_turns(spec, socket_name: str, rounds: int, steps: int) -> Turns:
             kind = ("watched", "bare")[number % 2]
             inside.clear()
             first = trainer.progress.step + 1
+            dist.barrier()
             start, cpu_start = time.perf_counter(), time.process_time()
             for step in range(first, first + steps):
                 if kind == "bare":
                     bare_step(trainer, step)
                 else:
-                    trainer_module.strike(trainer.faults, attempt=1, rank=0, step=step, recorder=recorder)
+                    trainer_module.strike(trainer.faults, attempt=1, rank=recorder.rank, step=step, recorder=recorder)
                     trainer._step(step)
             if number > 3:  # the first two of each warm up
                 seconds[kind].append(time.perf_counter() - start)
@@ -150,22 +152,28 @@ def _clock_hooks(trainer: Trainer) -> list[tuple[float, float]]:
     return spent
 
 
+def _cpu_s(processes: list[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--steps", type=int, default=5, help="of each kind per round")
+    parser.add_argument("--ranks", type=int, default=1)
     asked = parser.parse_args()
-    training = replace(TRAINING, global_batch_size=SEQUENCES)
-    where = layout(model=MODEL, microbatch_size=SEQUENCES, global_batch_size=SEQUENCES)
+    training = replace(TRAINING, global_batch_size=SEQUENCES * asked.ranks)
+    where = layout(model=MODEL, microbatch_size=SEQUENCES, global_batch_size=training.global_batch_size,
+                   dp_replicate=asked.ranks, layers_per_unit=MODEL.num_layers)
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder)
         spec = replace(job(run_dir, where, model=MODEL, training=training),
                        faults=tuple(FaultSpec(attempt=9, step=step, rank=0, kind="sigkill") for step in range(1, 9)))
-        with watched(run_dir) as (agent, socket_name):
-            before, start = sum(psutil.Process(agent.pid).cpu_times()[:2]), time.perf_counter()
-            found: Turns = run_ranks(take_turns, world_size=1, args=(spec, socket_name, asked.rounds, asked.steps),
-                                     timeout_s=900)[0]
-            agent_share = ((sum(psutil.Process(agent.pid).cpu_times()[:2]) - before) / (time.perf_counter() - start))
+        with watched(run_dir) as (watchers, socket_name):
+            before = _cpu_s(watchers)
+            found: Turns = run_ranks(take_turns, world_size=asked.ranks, timeout_s=900,
+                                     args=(spec, socket_name, asked.rounds, asked.steps))[0]
+            watching_s = (_cpu_s(watchers) - before) / (asked.rounds + 2) / asked.steps
     for kind in ("bare", "watched"):
         print(f"{kind:8} step {1e3 * statistics.median(found.seconds[kind]) / asked.steps:7.2f} ms   "
               f"CPU {1e3 * statistics.median(found.cpu_s[kind]) / asked.steps:7.2f} ms")
@@ -173,7 +181,8 @@ def main() -> None:
     by_clock, by_cpu = (ratio(of["watched"], of["bare"]) for of in (found.seconds, found.cpu_s))
     print(f"watched ÷ bare, median of {asked.rounds} pairs: {by_clock:.4f}, CPU {by_cpu:.4f}\n"
           f"inside hooks: {1e6 * clock_s:.0f} µs per step, {1e6 * busy_s:.0f} µs of CPU, which is "
-          f"{100 * busy_s / STEP_S:.2f}% of {1e3 * STEP_S:.0f} ms; the agent: {100 * agent_share:.1f}% of a core")
+          f"{100 * busy_s / STEP_S:.2f}% of {1e3 * STEP_S:.0f} ms\n"
+          f"agent and supervisor: {1e6 * watching_s:.0f} µs of CPU per watched step")
 
 
 if __name__ == "__main__":

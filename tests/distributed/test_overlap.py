@@ -123,9 +123,9 @@ def test_updated_weights_are_gathered_while_those_before_them_compute(case, tmp_
 
 
 # ------------------------------------------------------------------ keys, activations
-def order_of_a_ring() -> tuple[list[str], list[str]]:
+def order_of_a_ring(value_dim: int) -> tuple[list[str], list[str]]:
     """Of forward and backward."""
-    q, k, v = (torch.randn(1, 8, heads, 16, requires_grad=True) for heads in (4, 2, 2))
+    q, k, v = (torch.randn(1, 8, heads, size, requires_grad=True) for heads, size in ((4, 16), (2, 16), (2, value_dim)))
     with Order() as forward:
         out = ContextAttention(group=dist.group.WORLD, method="ring")(q, k, v, rule=Rule(kind=AttentionKind(scale=1.0)))
     with Order() as backward:
@@ -133,9 +133,11 @@ def order_of_a_ring() -> tuple[list[str], list[str]]:
     return forward.words, backward.words
 
 
-def test_the_next_keys_travel_while_the_present_ones_are_met():
+@pytest.mark.parametrize("value_dim", [16, 8], ids=["values as wide as keys", "narrower values, as MLA's"])
+def test_the_next_keys_travel_while_the_present_ones_are_met(value_dim):
+    """By fused kernels: a whole block of scores would be quadratic in the length of a sequence."""
     meet = ["hop", "attend", "wait", "wait"]  # for what is sent and for what arrives
-    for forward, backward in run_ranks(order_of_a_ring, world_size=3):
+    for forward, backward in run_ranks(order_of_a_ring, world_size=3, args=(value_dim,)):
         assert forward == [*meet, *meet, "attend"]
         assert [word for word in backward if word != "wait"] == ["hop", "attend", "hop"] * 2 + ["attend", "hop"]
         assert backward[:2] == ["hop", "attend"] and backward[-2:] == ["wait", "wait"]

@@ -71,6 +71,9 @@ SLOW = {
     "llama3-8b, dualpipev": ("llama3-8b", 4, dict(pp=2, dp_shard=2), dict(schedule="dualpipev", virtual_stages=2,
                                                                           zero_stage=2), 8192),
     "llama3-70b, ring": ("llama3-70b", 3, dict(cp=4, dp_shard=2), {}, 8192),
+    "deepseek-v3, ring": ("deepseek-v3", 2, dict(cp=2, dp_shard=2), dict(recompute="selective"), 4096),
+    "deepseek-v3, gathered keys, gpipe": ("deepseek-v3", 2, dict(cp=2, dp_shard=2, pp=2), dict(
+        cp_method="allgather", recompute="selective", schedule="gpipe"), 4096),
     "llama3-70b, 2,048 ranks": ("llama3-70b", 16, dict(pp=8, tp=8, dp_shard=32), dict(recompute="selective"), 8192),
     "llama3-405b, zbv": ("llama3-405b", 4, dict(cp=2, tp=4, dp_shard=2, pp=2),
                          dict(zero_stage=2, schedule="zbv", virtual_stages=2), 8192),

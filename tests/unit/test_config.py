@@ -177,13 +177,15 @@ def test_what_is_written_for_a_name_is_the_name(run_file: Path, value: str) -> N
 
 def test_a_name_inside_of_a_list_and_behind_a_merge_is_what_is_written(run_file: Path, tmp_path: Path) -> None:
     (tmp_path / "no").write_text("text " * 2000)
-    run_file.write_text(RUN.replace('{path: "${python_stdlib:}"}', f"{{sources: [{{path: {tmp_path}/no, pattern: on}}]}}")
+    run_file.write_text(RUN.replace('{path: "${python_stdlib:}"}', f"{{sources: [{{path: {tmp_path}/no, pattern: on, "
+                                    "exclude: [off, 1_0]}]}")
                         + "wandb: {<<: {project: 1e3, mode: off}, entity: ~}\n")
     message = refusal(run_file, [])
     assert "wandb.mode: 'off'" in message and "(run.yaml:6)" in message
     run_file.write_text(run_file.read_text().replace(", mode: off", ""))
     config = load(run_file)
-    assert (config.wandb.project, config.wandb.entity, config.data.sources[0].pattern) == ("1e3", None, "on")
+    assert (config.wandb.project, config.wandb.entity) == ("1e3", None)
+    assert (config.data.sources[0].pattern, tuple(config.data.sources[0].exclude)) == ("on", ("off", "1_0"))
 
 
 def test_a_folder_may_have_a_hash_behind_a_space(run_file: Path, tmp_path: Path) -> None:
