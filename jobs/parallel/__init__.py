@@ -211,8 +211,9 @@ def _bucket_units(part: nn.Module, units: list[list[nn.Module]], *, tied: bool, 
         found.append(Unit(modules=unit, weights=weights, is_used_first=unit is root and part in root,
                           shards=fsdp_mesh(mesh), replicas=mesh["dp_replicate"]))
         inside = {module for top in unit for module in top.modules()}
-        found += [Unit(modules=[one], weights=list(one.parameters()), shards=expert_mesh["expert_fsdp"],
-                       replicas=expert_mesh["dp_replicate"]) for one in experts if one in inside]
+        if here := [one for one in experts if one in inside]:
+            found.append(Unit(modules=here, weights=[weight for one in here for weight in one.parameters()],
+                              shards=expert_mesh["expert_fsdp"], replicas=expert_mesh["dp_replicate"]))
     return found
 
 

@@ -9,7 +9,7 @@ from jobs.spec.model import ModelSpec
 from jobs.spec.parallel import Layout, Schedule
 from orchestrator.planner.book import Book
 from orchestrator.planner.schedules import order
-from orchestrator.planner.weights import ends_params, layer_weights
+from orchestrator.planner.weights import Weights, ends_params, layer_weights
 
 
 def gather_passes(layout: Layout, *, stage: int) -> tuple[int, int]:
@@ -63,12 +63,15 @@ def data_parallel(book: Book) -> None:
     root = ends if together else ends_params(model, tp=dims.tp, first=False, last=book.last)
     embedding = ends - root
     per_unit = min(book.layout.layers_per_unit, layers) or 1
+    alike: dict[Weights, int] = {}  # layers of other windows weigh the same, and share units
     for layer, count in book.kinds:
-        units = -(-count // per_unit)
         weights = layer_weights(model, layer, dims=dims)
+        alike[weights] = alike.get(weights, 0) + count
+    for weights, count in alike.items():
+        units = -(-count // per_unit)
         with_rest = dims.ep == dims.tp == 1  # experts are shared by the same ranks as the rest, and go with it
-        kept = 1 if book.last and layer == book.kinds[-1][0] else 0  # the model's last unit of layers stays gathered
-        what = "layers" if len(book.kinds) == 1 else "expert layers" if model.is_moe(layer) else "dense layers"
+        kept = 1 if book.last and weights == [*alike][-1] else 0  # the model's last unit of layers stays gathered
+        what = "layers" if len(alike) == 1 else "expert layers" if weights.experts else "dense layers"
         _unit(book, what, (weights.total if with_rest else weights.dense) * count / units, units=units, kept=kept)
         if not with_rest:
             _unit(book, "experts", weights.experts * count / units, units=units, kept=kept, group="edp")
