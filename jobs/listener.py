@@ -50,7 +50,7 @@ class Listener:
         self._conversations.setdefault(pid, set()).add(task)
         try:
             if number := await reader.readline():
-                with contextlib.suppress(FileNotFoundError):  # it has ended already
+                with contextlib.suppress(OSError):  # it has ended, or hides its files: then its log is a sign of life
                     self._pages[task] = os.open(f"/proc/{pid}/fd/{int(number)}", os.O_RDONLY)
             while line := await reader.readline():
                 self._hear(decode(line, RankReport, origin="rank"))

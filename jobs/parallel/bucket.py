@@ -29,6 +29,7 @@ class Bucket:
         self.reductions = 0  # still to come in this step
         self.summed: Tensor | None = None  # gradients since the last reduction, [shards, numel]
         self._parts: dict[Master, Tensor] = {}  # its columns
+        self._sent: Tensor | None = None  # as long as it is under way, whatever the backend holds
         self.reduced: Tensor | None = None  # this rank's part of their sum over ranks, flat; under way until settled
         self.total: Tensor | None = None  # of this step's reductions so far
         self.gathered: Tensor | None = None  # [shards, numel]
@@ -51,7 +52,7 @@ class Bucket:
             self.reduced = message.view(-1)
             self.settle()
         else:
-            self.reduced = message.new_empty(self.numel)
+            self._sent, self.reduced = message, message.new_empty(self.numel)
             self.work.append(reduce_scatter(self.reduced, message, group=self.shards.get_group()))
 
     def _take(self, *, dtype: torch.dtype) -> Tensor:
@@ -80,6 +81,7 @@ class Bucket:
         if self.reduced is None:
             return
         self.wait()
+        self._sent = None
         self.reductions -= 1
         reduced, self.reduced = self.reduced, None
         if self.total is not None:

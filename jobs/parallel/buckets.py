@@ -62,6 +62,11 @@ class _Round:
         for bucket in self.order:
             bucket.waiting = len(bucket.masters) * self._num_backwards
 
+    @property
+    def next(self) -> Bucket | None:
+        """Whose turn it is."""
+        return self.order[self._started] if self._started < len(self.order) else None
+
     def complete(self) -> Iterator[Bucket]:
         """Those whose turn it is and that have all gradients."""
         while self._started < len(self.order) and self.order[self._started].waiting <= 0:
@@ -88,6 +93,7 @@ class Buckets:
                  reduce_dtype: torch.dtype) -> None:
         self._num_reductions = num_backwards if in_shards else 1
         self._in_shards = in_shards
+        self._several = num_backwards > 1 and not in_shards  # passes before a reduction
         self._reduce_dtype = reduce_dtype
         self._sum_dtype = reduce_dtype if in_shards or num_backwards == 1 else torch.float32
         self._home: dict[nn.Parameter, tuple[Bucket, Master]] = {}
@@ -130,12 +136,20 @@ class Buckets:
     def accumulated(self, weight: nn.Parameter) -> None:
         """A backward pass has added to weight.grad: autograd calls it, or a schedule that went round autograd."""
         bucket, master = self._home[weight]
+        this = self._round_of[bucket]
         bucket.waiting -= 1
-        if bucket.waiting < len(bucket.masters) or weight.dtype != self._sum_dtype:  # the last pass, or not autograd's
+        if bucket is this.next and bucket.waiting < len(bucket.masters) or self._adds_each(weight):
+            if self._in_shards and bucket is this.order[0]:  # has had all of a forward
+                self._settle_last()
             bucket.add(master, dtype=self._sum_dtype)
         if bucket.waiting <= 0:
-            for complete in self._round_of[bucket].complete():
+            for complete in this.complete():
                 self._start(complete)
+
+    def _adds_each(self, weight: nn.Parameter) -> bool:
+        """Whether every pass is added to the message: autograd would sum in less than float32. Else the last does it,
+        when it is the bucket's turn: a message before that would only take memory."""
+        return self._several and weight.dtype != self._sum_dtype
 
     def backward_done(self, part: int) -> None:
         """A backward pass of a part (its place in `parts`) is over, whatever weights it has used."""
@@ -159,10 +173,13 @@ class Buckets:
     def _start(self, bucket: Bucket) -> None:
         """Reduce it, and finish the one before: waiting for that earlier would hold up the backward between them."""
         self.gather_rest()  # what this rank's forward has not used another's may have
-        if self._last is not None and (self._in_shards or self._last.replicas.size() > 1):
-            self._last.settle()
+        self._settle_last()
         self._last = bucket
         bucket.reduce(sum_dtype=self._sum_dtype, dtype=self._reduce_dtype)
+
+    def _settle_last(self) -> None:
+        if self._last is not None and (self._in_shards or self._last.replicas.size() > 1):
+            self._last.settle()
 
     # -------------------------------------------------------------- weights
     @torch.no_grad()

@@ -91,9 +91,10 @@ def logits_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSpec, so
     """Logits as the projection gave them, float32 probabilities and their gradient, and the gradient cast back: 12
     bytes in either precision; a fused loss needs the first two. Of one microbatch where the last stage runs its
     backward at once; gpipe keeps the first two of all the others. A pipeline still holds the logits when the loss needs
-    most, probabilities and two gradients of them: 14."""
+    most, probabilities and two gradients of them: 14. A cap keeps its hyperbolic tangent, too."""
     element = DTYPE_BYTES[training.param_dtype]
     each = training.seq_len // layout.dims.cp * layout.microbatch_size * model.vocab_size // layout.dims.tp
     waiting = layout.num_microbatches - 1 if layout.schedule == "gpipe" and layout.dims.pp > 1 else 0
+    kept = element + 4 + (0 if model.output_softcap is None else element)
     at_work = 4 if layout.dims.pp > 1 and software == OURS and layout.dims.tp == 1 else element if element < 4 else 0
-    return each * ((waiting + 1) * (element + 4) + (0 if software.fused_loss else 4 + at_work))
+    return each * ((waiting + 1) * kept + (0 if software.fused_loss else 4 + at_work))

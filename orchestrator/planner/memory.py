@@ -50,10 +50,11 @@ def stage_memory(model: ModelSpec, layout: Layout, *, training: TrainingSpec, st
         # No backward has run at the peak: before there are all gradients, one microbatch's activations are gone.
         # (Trainers that keep half weights keep room for their gradients, too.)
         end = DTYPE_BYTES[training.param_dtype] * _largest_unit(model, layout, stage)[1]
-        gradients = max(0, gradients + end - (kept + logits) // layout.num_microbatches)
+        gradients += 0 if layout.shards_gradients else end  # there it is counted with its message
+        gradients = max(0, gradients - (kept + logits) // layout.num_microbatches)
     gathered, ahead = _gathered_bytes(model, layout, training=training, rank=stage, software=software)
     reduction = _reduction_bytes(model, layout, training=training, rank=stage, activations=activations, logits=logits,
-                                 software=software)
+                                 ahead=min(ahead, left), software=software)
     return StageMemory(
         pp_rank=stage,
         layers=sum(layout.layers_per_stage[s] for s in layout.stages(stage)),
@@ -146,28 +147,31 @@ def _in_place(model: ModelSpec, layout: Layout, *, training: TrainingSpec) -> bo
 
 
 def _reduction_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSpec, rank: int, activations: int,
-                     logits: int, software: Software) -> int:
+                     logits: int, ahead: int, software: Software) -> int:
     """The message in which the gradients of one unit are reduced, beside the gradients themselves. Where that happens
     once per step there is one microbatch left by then, and the message counts as far as it needs more than the
-    activations did that are gone."""
+    activations did that are gone. `ahead`: of gathered weights what is there only when the logits are gone."""
     if _in_place(model, layout, training=training) or software.keeps_half_weights and layout.zero_stage < 3:
         return 0
     unit, ends = (DTYPE_BYTES[training.reduce_dtype] * weights for weights in _largest_unit(model, layout, rank))
     summed_there = training.param_dtype != "float32" and training.reduce_dtype == "float32"  # else in place, before
+    layers = max(1, sum(layout.layers_per_stage[stage] for stage in layout.stages(rank)))
+    one = activations // in_flight(layout, rank)  # of a microbatch
+
+    def gone(units: int) -> int:  # a unit's own activations are gone before it is reduced
+        return one * min(layers, units * layout.layers_per_unit) // layers + logits
+
     if layout.shards_gradients:
-        # that of an end of the model beside the gradient it is made from, when one microbatch's activations are gone
-        both = (1 + DTYPE_BYTES[training.param_dtype] / DTYPE_BYTES[training.reduce_dtype]) * ends
-        # FSDP keeps its last one, norm's and output's, until the next
-        kept = ends if layout.shards_weights and layout.num_microbatches > 1 else 0
-        return max(unit, kept, int(both) - activations // in_flight(layout, rank) - logits)
+        beside = DTYPE_BYTES[training.param_dtype] / DTYPE_BYTES[training.reduce_dtype]  # what messages are made from
+        kept = max(ends, unit) if layout.num_microbatches > 1 else 0  # the last is not waited for before the next
+        if layout.shards_weights:
+            return max(kept, ahead + int((1 + beside) * unit) - gone(1), int((1 + beside) * ends) - one - logits)
+        return max(kept, unit - gone(1), 2 * unit - gone(2), unit + int((1 + beside) * ends) - one - logits)
     if not layout.shards_weights and (layout.num_microbatches == 1 or summed_there):
         return 0
     if layout.num_microbatches == 1:
         return unit
-    layers = sum(layout.layers_per_stage[stage] for stage in layout.stages(rank))
-    others = max(0, layers - layout.layers_per_unit)  # a unit's own activations are gone before it is reduced
-    left = activations // in_flight(layout, rank) * others // max(1, layers)
-    return max(0, unit + left - activations - logits, ends - activations - logits)
+    return max(0, unit + one - gone(1) - activations, ends - activations - logits)
 
 
 def _largest_unit(model: ModelSpec, layout: Layout, rank: int) -> tuple[int, int]:

@@ -1,4 +1,5 @@
 """What a rank's process is given: a device of its own, and groups that do not wait for ever."""
+import resource
 import time
 from pathlib import Path
 
@@ -59,6 +60,22 @@ def test_groups_use_the_interface_that_is_named(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-one")
     with pytest.raises(RanksFailed, match="no-such-one"):
         run_ranks(dist.get_rank, world_size=1)
+
+
+def faults_by_step() -> list[int]:
+    """Of steps that take and free 200 MiB: 50,000 each, as glibc is by itself."""
+    runtime.keep_memory()
+    counts = []
+    for _ in range(8):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        held = [torch.ones(2**20) for _ in range(50)]
+        del held
+        counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return counts
+
+
+def test_what_a_step_frees_is_not_faulted_in_again():
+    assert run_ranks(faults_by_step, world_size=1)[0][-1] < 100
 
 
 def test_a_rank_without_a_gpu_says_so(monkeypatch):

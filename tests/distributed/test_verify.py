@@ -71,6 +71,8 @@ SLOW = {
     "llama3-8b, dualpipev": ("llama3-8b", 4, dict(pp=2, dp_shard=2), dict(schedule="dualpipev", virtual_stages=2,
                                                                           zero_stage=2), 8192),
     "llama3-70b, ring": ("llama3-70b", 3, dict(cp=4, dp_shard=2), {}, 8192),
+    "gemma2-27b, gpipe keeps capped logits": ("gemma2-27b", 4, dict(pp=4, dp_shard=2), dict(
+        schedule="gpipe", zero_stage=2, recompute="full", microbatch_size=2, num_microbatches=4), 2048),
     "gemma2-27b, kinds of layers share a unit": ("gemma2-27b", 4, dict(tp=2, dp_shard=2),
                                                  dict(zero_stage=1, layers_per_unit=2), 2048),
     "qwen3-30b-a3b, so do the experts of two layers": ("qwen3-30b-a3b", 4, dict(tp=2, dp_shard=4, ep=2),

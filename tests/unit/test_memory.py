@@ -174,10 +174,10 @@ def test_our_float32_zero1_keeps_masters_as_rows_of_the_weights():
     one, two = (stage_memory(SMALL, layout_of(SMALL, dims={"dp_shard": 4}, zero_stage=1, num_microbatches=m),
                              training=training(global_batch_size=4 * m), stage=0, device="cuda") for m in (1, 2))
     params, layer = num_params(SMALL), layer_params(SMALL)
-    # with one message: where one microbatch is all, gradients are reduced unit by unit, and rows are what is left
-    assert one.parameters_bytes + one.gathered_bytes == 4 * (params + layer)
-    assert (one.gradients_bytes, one.optimizer_bytes) == (0, 8 * params / 4)  # before backward, at the peak
-    assert two.gradients_bytes == 4 * params
+    assert (two.parameters_bytes, two.optimizer_bytes, two.gradients_bytes) == (params, 8 * params / 4, 4 * params)
+    # where one microbatch is all, gradients are reduced unit by unit: rows are what is left, and at most two messages
+    beside = one.parameters_bytes + one.gathered_bytes - 4 * params
+    assert 0 <= beside <= 4 * 2 * layer and one.gradients_bytes == 0  # before backward, at the peak
 
 
 def test_gradients_summed_in_place_need_one_units_message_beside_them():
