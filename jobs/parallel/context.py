@@ -220,9 +220,10 @@ def _scatter_sum(dk: Tensor, dv: Tensor, k: Tensor, v: Tensor, group: dist.Proce
     """Of every rank's gradients for all keys → this rank's keys' sums; the inverse of `_gather`."""
     size = group.size()
     chunks = [t.chunk(2 * size, dim=2) for t in (dk, dv)]
-    parts = [_flat(*(torch.cat([of[chunk] for chunk in cp_chunks(size, rank)], dim=2) for of in chunks))
-             for rank in range(size)]
-    flat = torch.stack(parts)
+    flat = dk.new_empty(size, k.numel() + v.numel())  # once: for long sequences it is the largest there is
+    for rank, part in enumerate(flat):
+        for into, of in zip(_unflat(part, k, v), chunks):
+            torch.cat([of[chunk] for chunk in cp_chunks(size, rank)], dim=2, out=into)
     out = flat.new_empty(flat.shape[1])
     reduce_scatter(out, flat, group=group).wait()
     return _unflat(out, k, v)

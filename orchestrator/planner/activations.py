@@ -65,6 +65,18 @@ def block_shape(model: ModelSpec, *, microbatch_size: int, seq_len: int, element
                       latent=latent, value_dim=value, routed=routed)
 
 
+def keys_width(model: ModelSpec) -> int:
+    """Elements of one token's keys and values; latent ones are expanded."""
+    if model.mla is not None:
+        return queries_width(model) + model.num_heads * model.mla.v_head_dim
+    return 2 * model.num_kv_heads * model.head_size
+
+
+def queries_width(model: ModelSpec) -> int:
+    size = model.head_size if model.mla is None else model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim
+    return model.num_heads * size
+
+
 def waiting_gradient_bytes(shape: BlockShape, *, tp: int, sequence_parallel: bool) -> float:
     """Gradients of the outputs of a block's norms and linear maps, which a backward that is cut in two hands from its
     first half to its second. Those of wo and down are of the whole width: they were gathered on their way in."""

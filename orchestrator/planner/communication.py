@@ -11,6 +11,7 @@ from jobs.spec.model import ModelSpec
 from jobs.spec.parallel import Layout
 from jobs.spec.training import TrainingSpec
 from orchestrator.cluster import ClusterSpec
+from orchestrator.planner.activations import keys_width
 from orchestrator.planner.book import Book, hidden_bytes
 from orchestrator.planner.links import axis_group
 from orchestrator.planner.plan import Phase, Transfer
@@ -111,10 +112,7 @@ def _context_parallel(book: Book) -> None:
     """Keys and values of every layer reach all ranks: round a ring in cp − 1 hops, with their gradients on the way
     back; or by an all-gather, whose backward is a reduce-scatter."""
     model, dims = book.model, book.dims
-    width = model.num_kv_heads * model.head_size * 2
-    if model.mla is not None:  # they are expanded from the latent before they travel
-        width = model.num_heads * (model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim + model.mla.v_head_dim)
-    elements = book.tokens * width / dims.tp
+    elements = book.tokens * keys_width(model) / dims.tp
     block, gradients = book.element * elements, 4 * elements  # gradients are summed in float32
     layers = book.layers * book.m
     again = layers if _repeats(book, "all but matmuls", "attention", "attention, feed-forward") else 0

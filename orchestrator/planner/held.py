@@ -10,7 +10,8 @@ from jobs.spec.job import Device
 from jobs.spec.model import ModelSpec
 from jobs.spec.parallel import Layout, ParallelDims, Recompute
 from jobs.spec.training import DTYPE_BYTES, TrainingSpec
-from orchestrator.planner.activations import block_activation_bytes, block_shape, waiting_gradient_bytes
+from orchestrator.planner.activations import (block_activation_bytes, block_shape, keys_width, queries_width,
+                                              waiting_gradient_bytes)
 from orchestrator.planner.schedules import Counts, peaks
 from orchestrator.planner.software import OURS, Software
 from orchestrator.planner.weights import stage_kinds
@@ -36,8 +37,23 @@ def activations_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSpe
                    num_microbatches=layout.num_microbatches, layers_per_stage=layout.layers_per_stage,
                    schedule=layout.schedule, virtual_stages=layout.virtual_stages, recompute=layout.recompute,
                    sequence_parallel=layout.sequence_parallel)
-    return _activations_bytes(model, alike, seq_len=training.seq_len // dims.cp, rank=rank, device=device,
-                              element=DTYPE_BYTES[training.param_dtype], software=software)
+    seq_len, element = training.seq_len // dims.cp, DTYPE_BYTES[training.param_dtype]
+    kept, again = _activations_bytes(model, alike, seq_len=seq_len, rank=rank, device=device, element=element,
+                                     software=software)
+    if dims.cp > 1 and software == OURS:
+        again = max(again, _attending_bytes(model, layout, tokens=seq_len * layout.microbatch_size, element=element))
+    return kept, again
+
+
+def _attending_bytes(model: ModelSpec, layout: Layout, *, tokens: int, element: int) -> int:
+    """Of the backward of one layer's attention over cp. Gathered: keys and values of all ranks, the float32 sums of
+    their gradients, and the message in which these go home. In a ring: a rank's keys that arrive and leave, sums here,
+    arriving and leaving, and what a kernel gives to add. And the float32 gradient of its queries."""
+    keys = tokens * keys_width(model) // layout.dims.tp
+    queries = tokens * queries_width(model) // layout.dims.tp
+    if layout.cp_method == "ring":
+        return (12 + 3 * element) * keys + (4 + element) * queries
+    return (8 + element) * keys * layout.dims.cp + 4 * queries
 
 
 @functools.lru_cache(maxsize=16384)  # asked for many layouts that differ in data parallelism alone

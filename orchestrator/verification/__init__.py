@@ -168,7 +168,9 @@ def _axes(report: RankReport, transfers: list[Transfer]) -> tuple[Compared, ...]
     """By axis, or by axes that have one group. Of the messages that all stages of a rank share the plan says each
     stage's part: they count once."""
     seen = [one for one in report.collectives if one.payload_bytes > SCALAR_BYTES]
-    label = {axis: one.axis for one in seen if one.op != "all_to_all" for axis in one.axis.split(SHARED)}
+    # of the groups that an axis has the one that most axes share: dp_shard·cp counts as dp_shard, and may be ep's, too
+    by_sharers = sorted(seen, key=lambda one: one.axis.count(SHARED))
+    label = {axis: one.axis for one in by_sharers if one.op != "all_to_all" for axis in one.axis.split(SHARED)}
     planned: dict[str, Counter] = defaultdict(Counter)
     measured: dict[str, Counter] = defaultdict(Counter)
     shared = set()
@@ -178,7 +180,8 @@ def _axes(report: RankReport, transfers: list[Transfer]) -> tuple[Compared, ...]
         shared.add((one.axis, one.what))
         planned[axis] += Counter(bytes=one.payload_bytes * one.times, times=0 if again else one.times)
     for one in seen:
-        measured[one.axis] += Counter(bytes=one.payload_bytes * one.times, times=one.times)
+        axis = one.axis if one.op == "all_to_all" else label[one.axis.partition(SHARED)[0]]
+        measured[axis] += Counter(bytes=one.payload_bytes * one.times, times=one.times)
     return tuple(Compared(what=axis, planned_bytes=planned[axis]["bytes"], measured_bytes=measured[axis]["bytes"],
                           planned_times=planned[axis]["times"], measured_times=measured[axis]["times"])
                  for axis in sorted({*planned, *measured}))

@@ -77,9 +77,12 @@ SLOW = {
                                                  dict(zero_stage=1, layers_per_unit=2), 2048),
     "qwen3-30b-a3b, so do the experts of two layers": ("qwen3-30b-a3b", 4, dict(tp=2, dp_shard=4, ep=2),
                                                        dict(zero_stage=1, layers_per_unit=2), 4096),
-    "deepseek-v3, ring": ("deepseek-v3", 2, dict(cp=2, dp_shard=2), dict(recompute="selective"), 4096),
-    "deepseek-v3, gathered keys, gpipe": ("deepseek-v3", 2, dict(cp=2, dp_shard=2, pp=2), dict(
-        cp_method="allgather", recompute="selective", schedule="gpipe"), 4096),
+    "deepseek-v3, ep over dp_shard × cp": ("deepseek-v3", 4, dict(cp=2, dp_shard=4, ep=8), dict(recompute="full"),
+                                           2048),
+    "deepseek-v3, ring": ("deepseek-v3", 4, dict(cp=2, dp_shard=2, pp=4),
+                          dict(recompute="selective", microbatch_size=2), 8192),
+    "deepseek-v3, gathered keys, gpipe": ("deepseek-v3", 4, dict(cp=2, dp_shard=2, pp=4), dict(
+        cp_method="allgather", recompute="selective", schedule="gpipe", microbatch_size=2), 8192),
     "llama3-70b, 2,048 ranks": ("llama3-70b", 16, dict(pp=8, tp=8, dp_shard=32), dict(recompute="selective"), 8192),
     "llama3-405b, zbv": ("llama3-405b", 4, dict(cp=2, tp=4, dp_shard=2, pp=2),
                          dict(zero_stage=2, schedule="zbv", virtual_stages=2), 8192),
