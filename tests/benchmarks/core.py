@@ -120,7 +120,7 @@ LAYOUTS = {
     # all layers in one unit: DDP's buckets of 25 MB, too, are larger than this model
     "dp_replicate2": (dict(dp_replicate=2, layers_per_unit=4), {"DDP": ddp}),
     "dp_replicate2, accumulating": (dict(dp_replicate=2, layers_per_unit=4, microbatch_size=2), {"DDP": ddp}),
-    "dp_shard2, ZeRO-1": (dict(dp_shard=2, layers_per_unit=4, zero_stage=1),
+    "dp_shard2, ZeRO-1": (dict(dp_shard=2, zero_stage=1),
                           {"DDP + ZeroRedundancyOptimizer": ddp_zero1, "DDP": ddp}),
     "dp_shard2, ZeRO-2": (dict(dp_shard=2, zero_stage=2), {"FSDP2": fsdp2}),
     "dp_shard2, ZeRO-3": (dict(dp_shard=2), {"FSDP2": fsdp2}),
