@@ -39,6 +39,8 @@ def in_child(function: Callable[..., Any], *args: Any, timeout_s: float = 600.0,
 
 
 def _answer(send: Connection, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
+    # torch makes its thread pool anew behind a fork, when a thread first asks: two at once found none
+    torch.set_num_threads(1)
     try:
         send.send((None, function(*args, **kwargs)))
     except BaseException as error:  # noqa: BLE001  the parent raises it

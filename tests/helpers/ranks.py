@@ -111,6 +111,7 @@ def _rank(call: Callable[[], Any], rank: int, world_size: int, folder: Path, sen
             torch.cuda.set_device(mine)
         dist.init_process_group(BACKENDS[mine.type], store=store, rank=rank, world_size=world_size,
                                 device_id=mine if mine.type == "cuda" else None)
+        dist.barrier()  # a rank that has nothing to tell the others would be gone before they have connected to it
         result = RankResult(value=call())
     except BaseException:  # noqa: BLE001  everything a rank raises is the test's to see
         result = RankResult(error=traceback.format_exc())
