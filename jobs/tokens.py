@@ -1,6 +1,7 @@
 """A run's text → one token file for each of its sources that is text: the bytes of its files, byte 0 between them.
 
-Called as `python -m jobs.tokens DATA.json FOLDER` (a DataSpec for each place in the config that has one) before a run's first attempt. Never imports torch.
+Called as `python -m jobs.tokens DATA.json FOLDER` (a DataSpec for each place in the config that has one) before a run's
+first attempt. Never imports torch.
 """
 import hashlib
 import json

@@ -93,8 +93,7 @@ class Bucket:
             self.work.append(dist.all_reduce(self.total, group=self.replicas.get_group(), async_op=True))
 
     def results(self) -> dict[nn.Parameter, Tensor]:
-        """Of each weight this rank's rows of the sum, in float32."""
-        self.settle()
+        """Of each weight this rank's rows of the sum, in float32, once settled."""
         self.wait()
         total, self.total = self.total.float(), None
         return {m.weight: (part if m.is_even else part[:m.local.numel()]).view_as(m.local)

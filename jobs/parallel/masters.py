@@ -1,6 +1,6 @@
 """What the optimizer updates of a weight that every rank holds whole, and where it lies in a message.
 
-Built by jobs.parallel.buckets, one per weight: float32 and this rank's rows of it under ZeRO-1; the weight itself where
+Built by jobs.parallel.buckets, one per weight: float32 and this rank's rows of it under ZeRO; the weight itself where
 that is float32 and nothing is spread over ranks. Rows are those of dimension 0; of experts that are fewer than the
 ranks, or do not divide, each expert's own. A buffer of a bucket is [shards, numel]: each weight has the same
 columns in the row of every shard, so that one collective moves all of them. This knows no collective.

@@ -138,8 +138,8 @@ class Pipeline:
                   reduce_every_microbatch=layout.reduce_every_microbatch)
             for i, (part, index) in enumerate(zip(model_parts, layout.stages(mesh.get_local_rank("pp")), strict=True))]
         # scale_grads: the loss is already a share of the whole
-        self.schedule = SCHEDULES[layout.schedule](self.stages, layout.num_microbatches, loss_fn=loss, scale_grads=False,
-                                                    backward_requires_autograd=False)  # evaluate() has neither
+        self.schedule = SCHEDULES[layout.schedule](self.stages, layout.num_microbatches, loss_fn=loss,
+                                                   scale_grads=False, backward_requires_autograd=False)  # evaluate()
         # Taken as gathered: FSDP's hooks do that unit by unit. torch would gather whole stages, and of more than three
         # on a rank drop one for another, to gather it again for the next microbatch.
         self.schedule.unsharded_stages.update(stage.stage_index for stage in self.stages)

@@ -169,8 +169,6 @@ def _reduction_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSpec
         return max(kept, unit - gone(1), 2 * unit - gone(2), unit + int((1 + beside) * ends) - one - logits)
     if not layout.shards_weights and (layout.num_microbatches == 1 or summed_there):
         return 0
-    if layout.num_microbatches == 1:
-        return unit
     return max(0, unit + one - gone(1) - activations, ends - activations - logits)
 
 

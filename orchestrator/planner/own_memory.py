@@ -53,9 +53,7 @@ def stage_memory(question: OwnQuestion, layout: Layout, rank: int) -> StageMemor
     shard = -(-whole // dims.fsdp)
     reduced = DTYPE_BYTES[training.reduce_dtype] * whole
     replicated = not layout.shards_weights
-    accumulates = layout.num_microbatches > 1 and not layout.reduce_every_microbatch
-    whole_gradients = accumulates or replicated and not layout.shards_gradients
-    gradients = max(MASTER_BYTES * shard, reduced) if whole_gradients else MASTER_BYTES * shard
+    gradients = MASTER_BYTES * shard if layout.shards_gradients else max(MASTER_BYTES * shard, reduced)
     kept = sum(n * _kept(measured, layout, stage) for n, stage in zip(held, stages))
     again = max((measured.blocks[i].saved - _kept_of(measured.blocks[i], layout, hidden=measured.hidden)
                  for stage in stages for i in layout.layers(stage)), default=0.0)  # of the block being recomputed
