@@ -1,8 +1,10 @@
 """What a rank's process is given: a device of its own, and groups that do not wait for ever."""
+import os
 import resource
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -83,3 +85,16 @@ def test_a_rank_without_a_gpu_says_so(monkeypatch):
     with (pytest.raises(ValueError, match=r"cluster.gpus_per_node: local rank 200 finds \d+ GPUs .*; lower it"),
           runtime.process_group("cuda", timeout_s=1.0, seed=0)):
         pass
+
+
+def processes_when_the_slowest_ends() -> list[str]:
+    ranks: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(ranks, os.getpid())
+    if dist.get_rank() == 0:
+        time.sleep(0.3)  # the others have sent their value by now
+    return [psutil.Process(pid).status() for pid in ranks]
+
+
+def test_a_rank_of_a_test_stays_until_all_are_done():
+    """Gone before, it would fail those that are still connecting to it, in a group that itself has already made."""
+    assert psutil.STATUS_ZOMBIE not in run_ranks(processes_when_the_slowest_ends, world_size=3)[0]

@@ -13,6 +13,7 @@ import pickle
 import shutil
 import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -61,7 +62,7 @@ def collect_ranks(function: Callable[..., Any], *, world_size: int, timeout_s: f
         for rank in range(world_size):
             receive, send = context.Pipe(duplex=False)
             call = functools.partial(function, *args, **(kwargs or {}))
-            process = context.Process(target=_rank, args=(call, rank, world_size, Path(folder), send))
+            process = context.Process(target=_rank, args=(call, rank, world_size, Path(folder), send, timeout_s))
             process.start()
             send.close()  # so that the parent sees the end of a rank that dies
             processes.append(process)
@@ -86,8 +87,7 @@ def _gather(pipes: list[Connection], processes: list, *, timeout_s: float) -> li
                 results[rank] = _receive(pipes[rank], processes[rank])
     finally:
         for process in processes:
-            if process.is_alive() and None in results:
-                process.kill()
+            process.kill()  # the ranks that have sent their value wait for this
             process.join()
     return [result or RankResult(error=f"no result within {timeout_s} s, or a peer failed first") for result in results]
 
@@ -100,7 +100,8 @@ def _receive(pipe: Connection, process: Any) -> RankResult:
         return RankResult(error=f"died with exit code {process.exitcode}")
 
 
-def _rank(call: Callable[[], Any], rank: int, world_size: int, folder: Path, send: Connection) -> None:
+def _rank(call: Callable[[], Any], rank: int, world_size: int, folder: Path, send: Connection,
+          timeout_s: float) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
                       LOCAL_WORLD_SIZE=str(world_size))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the ranks
@@ -111,12 +112,15 @@ def _rank(call: Callable[[], Any], rank: int, world_size: int, folder: Path, sen
             torch.cuda.set_device(mine)
         dist.init_process_group(BACKENDS[mine.type], store=store, rank=rank, world_size=world_size,
                                 device_id=mine if mine.type == "cuda" else None)
-        dist.barrier()  # a rank that has nothing to tell the others would be gone before they have connected to it
         result = RankResult(value=call())
     except BaseException:  # noqa: BLE001  everything a rank raises is the test's to see
         result = RankResult(error=traceback.format_exc())
     send.send_bytes(pickle.dumps(result))
     send.close()
+    if not result.error:
+        # Every rank stays until all have sent: another may still be connecting to this one, in a group's making. The
+        # parent ends them then; the limit is for a parent that has been killed.
+        time.sleep(timeout_s)
     # Not through Python's exit: a group with a dead peer would be waited for.
     os._exit(0 if not result.error else 1)
 
