@@ -37,13 +37,18 @@ class Bucket:
 
     def add(self, master: Master, *, dtype: torch.dtype) -> None:
         """Move what one weight has of gradient into the message."""
-        if (grad := master.weight.grad) is None:
+        if (grad := master.weight.grad) is None or grad is master.summed:
             return
         if self.summed is None:
             self._begin(dtype)
-        for into, rows in zip(master.places(self._parts[master]), master.cut(local_of(grad))):
-            into.copy_(rows) if master.is_new else into.add_(rows)
-        master.weight.grad, master.is_new = None, False
+        part = self._parts[master]
+        if master.sums_in_message:
+            master.summed = part.view(grad.shape)
+            master.summed.copy_(grad)  # where another has taken its place, that holds the sum
+        else:
+            for into, rows in zip(master.places(part), master.cut(local_of(grad))):
+                into.copy_(rows) if master.is_new else into.add_(rows)
+        master.weight.grad, master.is_new = master.summed, False
 
     def reduce(self, *, sum_dtype: torch.dtype, dtype: torch.dtype) -> None:
         """Start it; nothing may be under way."""
@@ -64,6 +69,8 @@ class Bucket:
             if master.is_new:  # no token of this rank has
                 self._parts[master].zero_()
             master.is_new = True
+            if master.sums_in_message:
+                master.weight.grad = master.summed = None
         summed, self.summed = self.summed, None
         self._parts.clear()
         return summed

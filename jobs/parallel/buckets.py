@@ -3,9 +3,8 @@
 Built by jobs.parallel where the weights themselves are not sharded. Every rank computes with whole weights in
 param_dtype; the optimizer updates float32 *masters*: this rank's rows of them under ZeRO, the weights themselves where
 they are float32. A bucket is a unit of jobs.parallel.data, so messages are as many and as large as there. A gradient
-moves into its bucket's message as soon as the last backward pass before a reduction has it, while it is in cache, and
-is dropped: gradients exist once. Microbatches are summed in float32: before they are reduced, by autograd in
-weight.grad where it sums in that, else in the message; or, where gradients are sharded (Layout.shards_gradients), in
+moves into its bucket's message as soon as a backward pass has it, while it is in cache, and is dropped: gradients exist
+once. Microbatches are summed in float32: in the message; or, where gradients are sharded (Layout.shards_gradients), in
 this rank's rows, behind a reduction of every microbatch. Over data-parallel ranks they are *summed*, too: the loss has
 already been divided by the global token count.
 
@@ -74,7 +73,7 @@ class _Round:
             yield self.order[self._started - 1]
 
     def rest(self) -> list[Bucket]:
-        """All passes are over: those with weights that no token of this rank has used. Another round begins."""
+        """All passes are over: those with weights that not every pass has used. Another round begins."""
         rest = self.order[self._started:]
         self._begin()
         return rest
@@ -110,12 +109,13 @@ class Buckets:
         self._begin()
 
     def _build(self, unit: Unit) -> Bucket:
-        masters = [Master(weight, shards=unit.shards, replicas=unit.replicas) for weight in dict.fromkeys(unit.weights)
-                   if weight not in self._home]
+        sum_dtype = self._sum_dtype if self._several else None
+        masters = [Master(weight, shards=unit.shards, replicas=unit.replicas, sum_dtype=sum_dtype)
+                   for weight in dict.fromkeys(unit.weights) if weight not in self._home]
         bucket = Bucket(masters, shards=unit.shards, replicas=unit.replicas)
         for master in bucket.masters:
             self._home[master.weight] = bucket, master
-            master.weight.register_post_accumulate_grad_hook(self.accumulated)
+            master.weight.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket, master))
         for module in unit.modules if unit.shards.size() > 1 else ():
             module.register_forward_pre_hook(functools.partial(self._used, bucket))
         return bucket
@@ -134,22 +134,21 @@ class Buckets:
         return [held for b in self.buckets for held in (b.summed, b.reduced, b.total) if held is not None]
 
     def accumulated(self, weight: nn.Parameter) -> None:
-        """A backward pass has added to weight.grad: autograd calls it, or a schedule that went round autograd."""
-        bucket, master = self._home[weight]
+        """A schedule that went round autograd has added to weight.grad."""
+        self._arrived(*self._home[weight])
+
+    def _arrived(self, bucket: Bucket, master: Master, *_: nn.Parameter) -> None:
+        """A backward pass has added to weight.grad; a hook of autograd's."""
         this = self._round_of[bucket]
         bucket.waiting -= 1
-        if bucket is this.next and bucket.waiting < len(bucket.masters) or self._adds_each(weight):
+        # of the only pass when it is the bucket's turn: a message before that would only take memory
+        if self._several or bucket is this.next and bucket.waiting < len(bucket.masters):
             if self._in_shards and bucket is this.order[0]:  # has had all of a forward
                 self._settle_last()
             bucket.add(master, dtype=self._sum_dtype)
         if bucket.waiting <= 0:
             for complete in this.complete():
                 self._start(complete)
-
-    def _adds_each(self, weight: nn.Parameter) -> bool:
-        """Whether every pass is added to the message: autograd would sum in less than float32. Else the last does it,
-        when it is the bucket's turn: a message before that would only take memory."""
-        return self._several and weight.dtype != self._sum_dtype
 
     def backward_done(self, part: int) -> None:
         """A backward pass of a part (its place in `parts`) is over, whatever weights it has used."""

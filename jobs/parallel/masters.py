@@ -16,9 +16,11 @@ from jobs.mesh import local_of
 
 
 class Master:
-    """The float32 rows of one weight that this rank updates, as a parameter of global shape."""
+    """The float32 rows of one weight that this rank updates, as a parameter of global shape. `sum_dtype`: in which
+    several backward passes are summed before they are reduced, if they are."""
 
-    def __init__(self, weight: nn.Parameter, *, shards: DeviceMesh, replicas: DeviceMesh) -> None:
+    def __init__(self, weight: nn.Parameter, *, shards: DeviceMesh, replicas: DeviceMesh,
+                 sum_dtype: torch.dtype | None) -> None:
         num_shards = shards.size()
         self.weight = weight
         self.whole = local_of(weight).detach()  # of this tp rank
@@ -37,6 +39,9 @@ class Master:
         self._is_flat = self.is_even and self._dim == 0 and self.whole.is_contiguous()
         self.pieces = self.cut(self.whole)
         self.is_new = True  # this step's message holds nothing of it yet
+        # its part of the message, of its own shape and type, is weight.grad: autograd adds further passes there
+        self.sums_in_message = sum_dtype == weight.dtype and num_shards == 1 and not isinstance(weight, DTensor)
+        self.summed: Tensor | None = None
         self._mesh, self._placements = _placed(weight, shards=shards, replicas=replicas, dim=self._dim)
         if self.shares_storage and num_shards == replicas.size() == 1:
             self.parameter = weight

@@ -154,7 +154,6 @@ def _reduction_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSpec
     if _in_place(model, layout, training=training) or software.keeps_half_weights and layout.zero_stage < 3:
         return 0
     unit, ends = (DTYPE_BYTES[training.reduce_dtype] * weights for weights in _largest_unit(model, layout, rank))
-    summed_there = training.param_dtype != "float32" and training.reduce_dtype == "float32"  # else in place, before
     layers = max(1, sum(layout.layers_per_stage[stage] for stage in layout.stages(rank)))
     one = activations // in_flight(layout, rank)  # of a microbatch
 
@@ -167,8 +166,8 @@ def _reduction_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSpec
         if layout.shards_weights:
             return max(kept, ahead + int((1 + beside) * unit) - gone(1), int((1 + beside) * ends) - one - logits)
         return max(kept, unit - gone(1), 2 * unit - gone(2), unit + int((1 + beside) * ends) - one - logits)
-    if not layout.shards_weights and (layout.num_microbatches == 1 or summed_there):
-        return 0
+    if not layout.shards_weights and (layout.num_microbatches == 1 or training.reduce_dtype == "float32"):
+        return 0  # gradients are summed in the message itself
     return max(0, unit + one - gone(1) - activations, ends - activations - logits)
 
 

@@ -107,9 +107,7 @@ def held_elements(spec) -> dict[str, int]:
 
 def now(parallel, model) -> dict[str, int]:
     weights = sum(local_of(p).numel() for p in model.parameters())
-    gradients = sum(local_of(p.grad).numel() for p in model.parameters() if p.grad is not None)
-    if parallel.buckets is not None:  # which take them out of the weights
-        gradients += sum(held.numel() for held in parallel.buckets.held_gradients())
+    gradients = held_bytes(parallel) // 4
     if isinstance(model, FSDPModule):  # weights that are gathered, and whole gradients, are not parameters
         groups = [group for state in fully_shard.state(model)._state_ctx.all_states
                   for group in state._fsdp_param_groups]
@@ -141,6 +139,36 @@ def test_each_stage_holds_what_it_says(case, tmp_path):
     total = num_params(TINY)
     for held in run_ranks(held_elements, world_size=2, args=(job(tmp_path, layout(**arguments)),)):
         assert held == {"weights": weights * total, "gradients": gradients * total, "updated": updated * total}
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("zero", [1, 2])
+def test_whole_gradients_are_there_once(zero, param_dtype, tmp_path):
+    """At every moment of the backward passes: the message in which they will be reduced is their sum."""
+    training = dataclasses.replace(TRAINING, param_dtype=param_dtype)
+    spec = job(tmp_path, layout(dp_shard=2, layers_per_unit=TINY.num_layers, zero_stage=zero), training=training)
+    for found in run_ranks(gradient_bytes_amid_backward, world_size=2, args=(spec,)):
+        assert found == pytest.approx(4 * num_params(TINY), rel=0.01)
+
+
+def gradient_bytes_amid_backward(spec) -> int:
+    """The most that this rank holds when a weight's gradient has arrived."""
+    parallel = build_model(spec)
+    model, found = parallel.model_parts[0], []
+    for weight in model.parameters():
+        weight.register_post_accumulate_grad_hook(lambda _: found.append(held_bytes(parallel)))
+    tokens = torch.zeros(spec.layout.microbatch_size * spec.layout.num_microbatches, TRAINING.seq_len,
+                         dtype=torch.int64)
+    parallel.forward_backward(tokens, tokens)
+    return max(found)
+
+
+def held_bytes(parallel) -> int:
+    """Of gradients that weights and buckets hold, which may have their storage in common."""
+    held = [local_of(p.grad) for p in parallel.model_parts[0].parameters() if p.grad is not None]
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in
+                held + (parallel.buckets.held_gradients() if parallel.buckets is not None else [])}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 DAMAGED = {

@@ -180,16 +180,18 @@ def test_our_float32_zero1_keeps_masters_as_rows_of_the_weights():
     assert 0 <= beside <= 4 * 2 * layer and one.gradients_bytes == 0  # before backward, at the peak
 
 
-def test_gradients_summed_in_place_need_one_units_message_beside_them():
-    """Of float32 weights autograd sums; of others the messages are the sums."""
-    def gathered(param_dtype: str, num_microbatches: int) -> int:
+def test_microbatches_of_whole_weights_are_summed_in_the_message():
+    """None comes on top of the gradients, unless it is to be of another type than their sum."""
+    def gathered(num_microbatches: int, param_dtype: str, reduce_dtype: str) -> int:
         layout = layout_of(SMALL, dims={"dp_replicate": 4}, num_microbatches=num_microbatches)
-        return stage_memory(SMALL, layout, training=training(global_batch_size=4 * num_microbatches,
-                            param_dtype=param_dtype), stage=0, device="cuda").gathered_bytes
+        spec = dataclasses.replace(training(global_batch_size=4 * num_microbatches, param_dtype=param_dtype),
+                                   reduce_dtype=reduce_dtype)
+        return stage_memory(SMALL, layout, training=spec, stage=0, device="cuda").gathered_bytes
 
-    message = gathered("float32", 2) - gathered("float32", 1)
-    assert 0 < message <= 4 * num_params(SMALL)
-    assert gathered("bfloat16", 2) == gathered("bfloat16", 1)
+    for param_dtype in ("float32", "bfloat16"):
+        assert gathered(2, param_dtype, "float32") == gathered(1, param_dtype, "float32")
+    cast = gathered(2, "bfloat16", "bfloat16") - gathered(1, "bfloat16", "bfloat16")
+    assert 0 < cast <= 2 * num_params(SMALL)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
