@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from jobs.recorder import Recorder
-from jobs.spec.events import FaultInjected
 from jobs.spec.job import FaultSpec
+from jobs.spec.reports import FaultInjected
 
 AGENT_PID = "ORC_AGENT_PID"  # of this node's agent, in the rank's environment
 EXIT_CODE = 17  # of the `exit` fault: an ordinary non-zero code, not the 1 of an exception

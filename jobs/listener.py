@@ -11,8 +11,8 @@ import struct
 from collections.abc import Callable
 
 from jobs.recorder import RankProgress, progress_on
-from jobs.spec.events import RankReport
 from jobs.spec.lines import PROVEN_LIMIT
+from jobs.spec.reports import RankReport
 from jobs.spec.wire import decode
 
 HEAR_OUT_S = 5.0  # for the last lines of a dead rank; a child of its own may hold the connection open

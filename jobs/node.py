@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from jobs.spec.events import NodeSample
+from jobs.spec.reports import NodeSample
 
 NVML_TIMEOUT_S = 10.0
 

@@ -8,8 +8,8 @@ import time
 import traceback
 
 from jobs.recorder import Recorder
-from jobs.spec.events import RankError
 from jobs.spec.job import JobSpec
+from jobs.spec.reports import RankError
 
 
 def run_rank(job: JobSpec) -> int:

@@ -20,9 +20,9 @@ from jobs.forkserver import Answer, Exited, Fork, Forked, Preload, Ready, Signal
 from jobs.listener import Listener
 from jobs.node import available_cpus, interface_of
 from jobs.spec.control import RankState, Start
-from jobs.spec.events import RankExit
 from jobs.spec.job import SCRUBBED_PREFIXES, RankSlot, rank_environment
 from jobs.spec.lines import PROVEN_LIMIT
+from jobs.spec.reports import RankExit
 from jobs.spec.rundir import RunDir
 from jobs.spec.wire import decode, encode
 

@@ -61,7 +61,7 @@ class Recorder:
         return cls(os.environ.get(AGENT_SOCKET), attempt=attempt, rank=int(os.environ["RANK"]))
 
     def report(self, message: Any) -> None:
-        """Send one report of jobs.spec.events. Raises OSError if the agent is gone."""
+        """Send one report of jobs.spec.reports. Raises OSError if the agent is gone."""
         if self._socket is not None:
             self._socket.sendall(encode(message))
 

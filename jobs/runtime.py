@@ -66,6 +66,9 @@ def process_group(device: Device, *, timeout_s: float, seed: int) -> Iterator[to
     dist.init_process_group(BACKENDS[device], timeout=timedelta(seconds=timeout_s),
                             device_id=rank_device if device == "cuda" else None)
     yield rank_device
+    # A run that is resumed at its last step takes none. Rank 0, which holds the store, would be gone while others are
+    # still making groups that it is no member of.
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -15,7 +15,8 @@ import numpy as np
 from jobs.data.tokenizer import BYTES, EOD_BYTE
 from jobs.data.writer import TokenWriter
 from jobs.spec.load import Problem, SpecError, from_dict, to_dict
-from jobs.spec.tokens import TEXT_VOCABULARY, TokensInfo, is_token_file, named_sources, with_token_files
+from jobs.spec.sources import named_sources, with_token_files
+from jobs.spec.tokens import TEXT_VOCABULARY, TokensInfo, is_token_file
 from jobs.spec.training import DataSpec, SourceSpec
 
 SEPARATOR = bytes([EOD_BYTE])

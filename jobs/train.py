@@ -17,7 +17,8 @@ from jobs.mesh import build_mesh, coordinate
 from jobs.metrics import RateMeter
 from jobs.optim import Optimizer
 from jobs.own import flops_per_token, parallelize_own
-from jobs.parallel import ParallelModel, parallelize
+from jobs.parallel import parallelize
+from jobs.parallel.model import ParallelModel
 from jobs.recorder import Recorder
 from jobs.spec.counts import model_flops_per_token
 from jobs.spec.job import JobSpec

@@ -18,11 +18,11 @@ from jobs.loader import Loader
 from jobs.mesh import LOSS_AXES, start_all_reduce
 from jobs.metrics import RateMeter, peak_memory_bytes
 from jobs.optim import Optimizer
-from jobs.parallel import ParallelModel
+from jobs.parallel.model import ParallelModel
 from jobs.recorder import Recorder
-from jobs.spec.events import RankFinished, ShardReport, StepReport, ValidationReport
 from jobs.spec.job import FaultSpec
 from jobs.spec.model import AttentionConvention
+from jobs.spec.reports import ShardReport, StepReport, ValidationReport
 from jobs.spec.rundir import RunDir
 from jobs.validation import Validation
 
@@ -103,8 +103,6 @@ class Trainer:
         for loader in (self.loader, self.validation and self.validation.loader):
             if loader is not None:
                 loader.close()
-        self.recorder.report(RankFinished(attempt=self.recorder.attempt, rank=self.recorder.rank,
-                                          step=self.progress.step, t=time.time()))
 
     def _step(self, step: int) -> None:
         start = time.perf_counter()

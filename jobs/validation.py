@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jobs.loader import Loader
 from jobs.mesh import LOSS_AXES, all_reduce
-from jobs.parallel import ParallelModel
+from jobs.parallel.model import ParallelModel
 
 
 class Validation:

@@ -17,7 +17,7 @@ from jobs.spec.job import FaultSpec
 from jobs.spec.load import Problem, suggest, to_dict
 from jobs.spec.model import AttentionConvention, ModelSpec
 from jobs.spec.own_model import OwnModel
-from jobs.spec.tokens import all_data
+from jobs.spec.sources import all_data
 from jobs.spec.training import CheckpointSpec, DataSpec, TrainingSpec
 from orchestrator.checks import number_problems
 from orchestrator.cluster import ClusterSpec

@@ -9,8 +9,8 @@ import os
 from pathlib import Path
 
 from jobs.spec.load import Problem, SpecError, from_dict, to_dict
-from jobs.spec.tokens import (TokensInfo, absolute_source, all_data, fit_problems, is_token_file, named_sources,
-                              read_info, whole_shares, with_token_files)
+from jobs.spec.sources import all_data, fit_problems, named_sources, whole_shares, with_token_files
+from jobs.spec.tokens import TokensInfo, absolute_source, is_token_file, read_info
 from jobs.spec.training import DataSpec, SourceSpec, TrainingSpec
 
 

@@ -184,8 +184,8 @@ def choose_includes(base: Layer, command_line: Layer, problems: list[Problem]) -
                 elif value is None:
                     chosen.pop(section, None)
                 else:
-                    problems.append(Problem(where=key, value=value, message="must be the name of a file; quote one that "
-                                            "YAML takes for something else", origin=layer.origins[key]))
+                    problems.append(Problem(where=key, value=value, message="must be the name of a file; quote one "
+                                            "that YAML takes for something else", origin=layer.origins[key]))
     return chosen
 
 

@@ -24,6 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--save-every", type=int, default=5)
+    parser.add_argument("--validate-every", type=int, default=10)
     parser.add_argument("--folder", type=Path, default=Path(os.environ.get("ORC_RUN_DIR", ".")) / "own-checkpoints")
     args = parser.parse_args()
     dist.init_process_group("gloo")
@@ -39,6 +40,8 @@ def main() -> None:
         optimizer.zero_grad()
         dist.all_reduce(loss.detach(), op=dist.ReduceOp.AVG)
         report.step(step, loss=loss.item(), tokens=BATCH * dist.get_world_size(), lr=1e-2)
+        if step % args.validate_every == 0:
+            report.validation(step, loss=validate(model), tokens=BATCH * dist.get_world_size())
         if step % args.save_every == 0:
             if dist.get_rank() == 0:
                 save(args.folder, model, optimizer, step=step)
@@ -55,6 +58,15 @@ def batch(step: int, *, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     random = torch.Generator().manual_seed(1000 * step + rank)
     inputs = torch.randn(BATCH, FEATURES, generator=random)
     return inputs, inputs.sin().sum(dim=1, keepdim=True)
+
+
+def validate(model: nn.Module) -> float:
+    """The loss on step 0's batch, which is not trained on, over all ranks."""
+    with torch.no_grad():
+        inputs, targets = batch(0, rank=dist.get_rank())
+        loss = nn.functional.mse_loss(model(inputs), targets)
+    dist.all_reduce(loss, op=dist.ReduceOp.AVG)
+    return loss.item()
 
 
 def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, step: int) -> None:

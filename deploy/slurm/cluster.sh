@@ -29,7 +29,7 @@ CPUS=${SLURM_LAB_CPUS:-16}                   # declared per node, whatever the m
 MEM=${SLURM_LAB_MEM_MB:-64000}               # declared per node
 NODE_TIMEOUT=${SLURM_LAB_NODE_TIMEOUT:-8}    # SlurmdTimeout; a killed node is DOWN a few seconds later
 WANT_MODE=${SLURM_LAB_MODE:-auto}            # auto | ns | flat
-BOOT_TIMEOUT=${SLURM_LAB_BOOT_TIMEOUT:-60}
+BOOT_TIMEOUT=${SLURM_LAB_BOOT_TIMEOUT:-120}    # for what does not come up, or down, at all
 
 SELF=$(readlink -f "$0")
 BRIDGE=slab$(cksum <<<"$LAB" | cut -c1-6)
@@ -65,15 +65,15 @@ launch() { # launch NAME CMD...: detached, output in log/NAME.out, pid in run/NA
     setsid "$@" >>"$LAB/log/$name.out" 2>&1 </dev/null 9>&- &
     echo $! >"$LAB/run/$name.pid"
 }
-wait_for() { # wait_for SECONDS WHAT CMD...
-    local end=$((SECONDS + $1)) what=$2 out; shift 2
+wait_for() { # wait_for WHAT CMD...
+    local end=$((SECONDS + BOOT_TIMEOUT)) what=$1 out; shift
     until out=$("$@" 2>&1); do
         ((SECONDS < end)) || { say "timed out waiting for $what${out:+: $out}"; return 1; }
         sleep 0.05
     done
 }
 stop() { # stop NAME SIGNAL
-    if up_p "$1"; then kill "-$2" "$(pid_of "$1")" && wait_for 15 "$1 to stop" dead "$1" || die "$1 does not stop"; fi
+    if up_p "$1"; then kill "-$2" "$(pid_of "$1")" && wait_for "$1 to stop" dead "$1" || die "$1 does not stop"; fi
 }
 dead() { ! up_p "$1"; }
 
@@ -266,7 +266,7 @@ start_munged() {
     up_p munged && return
     launch munged munged -F --force --key-file="$LAB/etc/munge.key" --socket="$LAB/run/munge.sock" \
         --pid-file="$LAB/run/munged.own-pid" --log-file="$LAB/log/munged.log" --seed-file="$LAB/run/munge.seed"
-    wait_for 10 munged munge -n --socket="$LAB/run/munge.sock" || { show_log "munged.out"; die "munged did not start"; }
+    wait_for munged munge -n --socket="$LAB/run/munge.sock" || { show_log "munged.out"; die "munged did not start"; }
 }
 sql() { mariadb --no-defaults --socket="$LAB/run/mysql.sock" -u root -e "$1"; }
 start_db() {
@@ -279,20 +279,20 @@ start_db() {
     fi
     launch mariadbd mariadbd --defaults-file="$LAB/etc/my.cnf" --user=root --datadir="$LAB/db" \
         --socket="$LAB/run/mysql.sock" --pid-file="$LAB/run/mariadbd.own-pid"
-    wait_for 20 mariadbd sql 'select 1' || { show_log "mariadbd.out"; die "mariadbd did not start"; }
+    wait_for mariadbd sql 'select 1' || { show_log "mariadbd.out"; die "mariadbd did not start"; }
     sql 'create database if not exists slurm_acct_db'
 }
 start_dbd() {
     up_p slurmdbd && return
     launch slurmdbd env MYSQL_UNIX_PORT="$LAB/run/mysql.sock" slurmdbd -D
-    wait_for 30 slurmdbd sacctmgr -n show cluster || { show_log "slurmdbd.out"; die "slurmdbd did not start"; }
+    wait_for slurmdbd sacctmgr -n show cluster || { show_log "slurmdbd.out"; die "slurmdbd did not start"; }
     [[ -n $(sacctmgr -nP show cluster lab) ]] || sacctmgr -iQ add cluster lab >/dev/null ||
         die "sacctmgr could not add the cluster"
 }
 start_ctld() {
     up_p slurmctld && return
     launch slurmctld slurmctld -D -f "$CONF"
-    wait_for 20 slurmctld ctld_ok || { show_log "slurmctld.out"; die "slurmctld did not start"; }
+    wait_for slurmctld ctld_ok || { show_log "slurmctld.out"; die "slurmctld did not start"; }
 }
 ctld_ok() { scontrol ping | grep 'is UP'; }
 start_node() {
@@ -308,7 +308,7 @@ start_node() {
     fi
     launch "$name" unshare --mount --uts --net --pid --fork --kill-child "$SELF" __node "$name" "$NET.$((10 + ${name#n}))"
     pid=$(pid_of "$name")
-    wait_for 5 "the namespaces of $name" other_netns "$pid" || { show_log "$name.out"; die "unshare failed for $name"; }
+    wait_for "the namespaces of $name" other_netns "$pid" || { show_log "$name.out"; die "unshare failed for $name"; }
     ip route del unreachable "$NET.$((10 + ${name#n}))/32" 2>/dev/null || true
     ip link add "$BRIDGE-$name" type veth peer name eth0 netns "$pid" &&
         ip link set "$BRIDGE-$name" master "$BRIDGE" up || { show_log "$name.out"; die "no network link for $name \
@@ -335,7 +335,7 @@ node_main() { # PID 1 of a node: bash reaps orphans while it waits
     mount --bind "$LAB/etc/hosts" /etc/hosts
     mount -t tmpfs tmpfs /dev/shm
     ip link set lo up
-    wait_for 5 eth0 ip link show eth0 || exit 1
+    wait_for eth0 ip link show eth0 || exit 1
     ip addr add "$2/24" dev eth0
     ip link set eth0 up
     cd /
@@ -356,10 +356,10 @@ kill_node() {
     pid=$(pid_of "$name")
     if [[ $MODE == ns ]]; then # --kill-child takes PID 1 of the node down, and the kernel all the rest
         if up_p "$name"; then kill -9 "$pid" || true; fi
-        wait_for 5 "$name to die" dead "$name" || die "$name would not die"
+        wait_for "$name to die" dead "$name" || die "$name would not die"
         # a socket still closing can hold the dead node's network namespace, and with it the link
         no_link "$name" >/dev/null 2>&1 || ip link del "$BRIDGE-$name" 2>/dev/null || true
-        wait_for 5 "the link of $name to go" no_link "$name" || die "$name left its link behind"
+        wait_for "the link of $name to go" no_link "$name" || die "$name left its link behind"
         # without this slurmctld would need 6 connection attempts of TCPTimeout each to notice
         ip route replace unreachable "$NET.$((10 + ${name#n}))/32"
     else
@@ -413,7 +413,7 @@ up() {
     start_ctld
     for node in $(nodes); do start_node "$node"; done
     for node in $(nodes); do
-        wait_for "$BOOT_TIMEOUT" "$node (state: $(node_state "$node"))" node_ok "$node" ||
+        wait_for "$node (state: $(node_state "$node"))" node_ok "$node" ||
             { show_log "$node.out"; show_log "slurmctld.out"; die "$node is not up; if it is drained: revive-node $node"; }
     done
     say "up: $N nodes x $G GPUs, mode $MODE, $LAB, $((SECONDS - t0)) s"
@@ -453,7 +453,7 @@ case $cmd in
     kill-node) locked; need_node "${1:-}"; kill_node "$1" ;;
     revive-node)
         locked; need_node "${1:-}"; start_node "$1"
-        wait_for "$BOOT_TIMEOUT" "$1 to return" revived "$1" || { show_log "$1.out"; die "$1 did not come back"; }
+        wait_for "$1 to return" revived "$1" || { show_log "$1.out"; die "$1 did not come back"; }
         ;;
     restart-ctld)
         locked; load_shape || die "no cluster in $LAB"

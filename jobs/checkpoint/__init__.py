@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from jobs.checkpoint.raw import FORMAT, CheckpointCorrupt, RawReader, RawWriter, ShardIndex
 from jobs.mesh import is_owner, local_of
 from jobs.optim import Optimizer
-from jobs.spec.events import ShardFile
+from jobs.spec.reports import ShardFile
 
 __all__ = ["CheckpointCorrupt", "Progress", "TrainingState", "load", "save"]
 

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.metadata import (ChunkStorageMetadata, Metadat
                                                    TensorStorageMetadata)
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 
-from jobs.spec.events import ShardFile
 from jobs.spec.load import SpecError, from_dict, to_dict
+from jobs.spec.reports import ShardFile
 from jobs.spec.rundir import MANIFEST, rank_index
 
 FORMAT = 1

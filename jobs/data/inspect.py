@@ -32,9 +32,9 @@ def describe(file: TokenFile) -> str:
             ("checksum", info.checksum or "none")]
     text = [f"{name:<17}{value}" for name, value in rows]
     starts = file.document_starts(0, info.num_tokens)[:2] if info.num_documents < 1000 else [0]
-    for number, start in enumerate(starts):
-        window = file.window(int(start), SAMPLE_TOKENS)
-        text.append(f"{f'document {number}':<17}{_decoded(window, info)}")
+    for number, start in enumerate(map(int, starts)):
+        end, *_ = *file.document_starts(start + 1, start + SAMPLE_TOKENS), start + SAMPLE_TOKENS
+        text.append(f"{f'document {number}':<17}{_decoded(file.window(start, int(end) - start), info)}")
     return "\n".join(text)
 
 

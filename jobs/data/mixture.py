@@ -4,7 +4,7 @@ Called by jobs.loader. A function of n and the weights alone, looked up in a tab
 """
 import numpy as np
 
-from jobs.spec.tokens import whole_shares
+from jobs.spec.sources import whole_shares
 
 
 class Mixture:

@@ -163,8 +163,8 @@ def main(arguments: list[str]) -> int:
             raise SpecError([Problem(where="--output", value=asked.output, message="is no prefix of files; give one, "
                                      "such as data/corpus")])
         if not out.parent.is_dir():
-            raise SpecError([Problem(where="--output", value=asked.output, message=f"lies in no folder: make {out.parent} "
-                                     "first, or give another prefix")])
+            raise SpecError([Problem(where="--output", value=asked.output, message="lies in no folder: make "
+                                     f"{out.parent} first, or give another prefix")])
         if index_path(out).exists() and not asked.overwrite:
             raise SpecError([Problem(where="--output", value=asked.output, message="is there already; give another "
                                      "prefix, or --overwrite")])

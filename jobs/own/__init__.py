@@ -6,6 +6,7 @@ device only; the weights that it would have made are made one by one, and only t
 """
 import contextlib
 import functools
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 import torch
@@ -19,7 +20,8 @@ from jobs.own.dropout import following
 from jobs.own.recipe import Recipe
 from jobs.own.split import Share, apply_styles
 from jobs.own.table import sequence_parallel_problem, tp_problem
-from jobs.parallel import ParallelModel, Ties, complete, fill_weights, sequences_of
+from jobs.parallel import complete, fill_weights, sequences_of
+from jobs.parallel.model import ParallelModel, Ties
 from jobs.parallel.pipeline import boundary_shapes
 from jobs.parallel.recompute import apply_recompute
 from jobs.spec.own_model import OwnModel
@@ -80,19 +82,30 @@ class _Cut:
                 model.get_submodule(parent)._modules[name] = nn.Identity()  # numbers of other blocks stay
             model.forward = functools.partial(_run_chain, [model.get_submodule(path) for path in held])
         self.blocks = [model.get_submodule(path) for path in blocks]
+        self.behind, before = _with_weights(model, behind), _with_weights(model, before)
         # what is needed again behind the blocks belongs to the last unit
-        last = {p for path in behind for p in model.get_submodule(path).parameters()}
-        self.before = [module for path in before
-                       if (own := {*(module := model.get_submodule(path)).parameters()}) and not own & last]
+        self.before = [module for module in before if not _weights([module]) & _weights(self.behind)]
+        self._ends_apart = known.chain.broken is None and self.before == before
         with following(known.draws, model, self.blocks, seq_len=seq_len, first_block=layout.layers(stage).start,
                        rank=tp_rank, size=layout.dims.tp):
             apply_recompute(self.blocks, recompute=layout.recompute, compiled=compiled)
 
     def units(self, blocks_per_unit: int) -> list[list[nn.Module]]:
-        """Modules that are gathered and reduced together, in the order of forward. The last unit holds what the others
-        leave, and all that is in no block where nothing is known of the order."""
+        """Modules that are gathered and reduced together, in the order of forward. The last unit is what follows the
+        blocks; the model, for what the others leave, where that is more: all that is in no block where nothing is known
+        of the order."""
         found = [self.blocks[i:i + blocks_per_unit] for i in range(0, len(self.blocks), blocks_per_unit)]
-        return [*([self.before] if self.before else []), *found, [self.model]]
+        left = _weights([self.model]) - _weights([*self.before, *self.blocks])
+        last = self.behind if self._ends_apart and left == _weights(self.behind) else [self.model]
+        return [*([self.before] if self.before else []), *found, last]
+
+
+def _with_weights(model: nn.Module, paths: Iterable[str]) -> list[nn.Module]:
+    return [module for path in paths if _weights([module := model.get_submodule(path)])]
+
+
+def _weights(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
+    return {weight for module in modules for weight in module.parameters()}
 
 
 def _run_chain(modules: list[nn.Module], x: Tensor) -> Tensor:

@@ -130,7 +130,8 @@ class _Count(TorchDispatchMode):
         blocks = [model.get_submodule(path) for path in table.blocks]
         inside = sum(_numel(block) for block in blocks)
         first = [module for path, module in model.named_children() if module not in blocks]
-        self.pieces = [Counter(params=n) for n in (0, *map(_numel, blocks), _numel(model) - inside)]  # by Piece's fields
+        # by Piece's fields
+        self.pieces = [Counter(params=n) for n in (0, *map(_numel, blocks), _numel(model) - inside)]
         self.now = self.pieces[0]
         self._held = {local_of(p).untyped_storage()._cdata for p in model.parameters()}
         self._seen: set[int] = set()

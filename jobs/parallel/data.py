@@ -5,7 +5,8 @@ Gradients are *summed* over data-parallel ranks: the loss has already been divid
 
 A unit is gathered and reduced at once: layers_per_unit consecutive layers; the embedding; norm and output, with a
 tied embedding. The last two units of the model (norm and output, and the layers before it) are not dropped between
-forward and backward, which begins with them; norm and output, FSDP's root, are gathered already when a forward begins.
+forward and backward, which begins with them. FSDP reduces its root last, behind the backward: it has a unit of its own
+only where embedding and output are tied, or an own model does not say what follows its blocks.
 
 Collectives per unit; P = its weights / tp in param_dtype, G = the same in reduce_dtype, m = num_microbatches:
 
@@ -52,11 +53,16 @@ def apply_fsdp(model: nn.Module, *, units: list[list[nn.Module]], mesh: DeviceMe
     options = {"mesh": shards, "mp_policy": policy}
     if expert_mesh is not None:
         options["shard_placement_fn"] = expert_placement(model, expert_mesh=expert_mesh)
-    *inner, _ = units
-    for i, unit in enumerate(inner):
-        last = model.is_last and i == len(inner) - 1
-        fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=not last, **options)
-    fully_shard(model, reshard_after_forward=False, **options)  # what is left: the last unit
+    of_layers, last = units[:-1], units[-1]
+    for i, unit in enumerate(of_layers):
+        kept = model.is_last and i == len(of_layers) - 1
+        fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=not kept, **options)
+    if last and model not in last and model.embedding not in last:
+        fully_shard(last, reshard_after_forward=False, **options)
+    root = fully_shard(model, reshard_after_forward=False, **options)  # of what is left
+    # Behind it torch would gather what the microbatch before it has used last: gather nothing, which is no choice.
+    first = of_layers[0][0] if of_layers else root
+    first.set_modules_to_backward_prefetch([first])
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

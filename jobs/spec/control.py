@@ -1,4 +1,4 @@
-"""What supervisor and agents say to each other, beside the reports of jobs.spec.events.
+"""What supervisor and agents say to each other, beside the reports of jobs.spec.reports.
 
 Newline-delimited JSON over one TCP connection per agent. Before anything else is believed, the listener
 proves that it knows the run's secret, and then the caller does; each proof binds who speaks, to whom, and
@@ -9,9 +9,8 @@ import hashlib
 import hmac
 import json
 from dataclasses import dataclass
+from typing import Literal
 
-from jobs.spec.events import (CheckpointSaved, FaultInjected, NodeSample, RankError, RankExit, RankFinished,
-                              ShardReport, StepReport, ValidationReport)
 from jobs.spec.job import JobSpec, RankSlot
 
 
@@ -60,7 +59,7 @@ class Command:
     """A person's client (`orc stop`): proof over ("command", both nonces, verb, reason)."""
 
     proof: str
-    verb: str  # "stop"
+    verb: Literal["stop"]
     reason: str = ""
 
 
@@ -165,11 +164,8 @@ class Spooled:
     """A report that must not be lost: kept by the agent until the supervisor acknowledges `seq`."""
 
     seq: int
-    report: dict  # an encoded report, see jobs.spec.events
+    report: dict  # an encoded Report of jobs.spec.reports
 
 
-# What an agent spools and a supervisor must receive.
-Report = (StepReport | ValidationReport | ShardReport | CheckpointSaved | RankError | FaultInjected | RankFinished
-          | RankExit | NodeSample)
 ToAgent = Challenge | Welcome | Prepare | Start | Kill | Shutdown | Ack
 ToSupervisor = Knock | Hello | Command | Prepared | Killed | Heartbeat | Spooled

@@ -21,7 +21,8 @@ from jobs.mesh import LOSS_AXES, all_reduce, build_mesh, coordinate, local_of
 from jobs.model.rule import Rule
 from jobs.optim import Optimizer
 from jobs.own import parallelize_own
-from jobs.parallel import ParallelModel, parallelize
+from jobs.parallel import parallelize
+from jobs.parallel.model import ParallelModel
 from jobs.parallel.pipeline import Pipeline
 from jobs.pretended import pretended_rank
 from jobs.spec.job import Device, JobSpec

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from jobs.mesh import local_of
 from jobs.optim import Optimizer
-from jobs.parallel import ParallelModel
+from jobs.parallel.model import ParallelModel
 from jobs.spec.verification import MEMORY, SHARED
 from jobs.verify.collectives import group_name, tensors_of
 

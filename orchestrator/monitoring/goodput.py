@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from jobs.spec.events import (OWN_LAYOUT, AgentLost, AttemptStarted, CheckpointCommitted, CheckpointSaved, Decision,
-                              Diagnosis, Event, RankError, RankExit, RunEnded, RunStarted, StepReport,
-                              ValidationReport)
+from jobs.spec.events import (OWN_LAYOUT, AgentLost, AttemptStarted, CheckpointCommitted, Decision, Diagnosis, Event,
+                              RunEnded, RunStarted)
+from jobs.spec.reports import CheckpointSaved, RankError, RankExit, StepReport, ValidationReport
 from orchestrator.monitoring.history import Submission, last_of
 
 
@@ -182,7 +182,7 @@ class _Walk:
 
     def validation(self, event: ValidationReport) -> None:
         end_us = _us(event.t)
-        self.before(end_us - _us(event.validation_s))
+        self.before(end_us - _us(event.validation_s or 0.0))
         kept = is_kept(event.step, attempt=event.attempt, kept=self.kept)
         self.spend(end_us, "validation_s" if kept else "lost_work_s")
 

@@ -13,7 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from jobs.spec.events import AttemptStarted, CheckpointCommitted, Event, StepReport, ValidationReport
+from jobs.spec.events import AttemptStarted, CheckpointCommitted, Event
+from jobs.spec.reports import StepReport, ValidationReport
 from orchestrator.monitoring.goodput import PARTS, Goodput, is_kept, kept_steps
 from orchestrator.monitoring.wording import PART_STYLE, duration
 

@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress as Bar, TextColumn
 from rich.text import Text
 
-from jobs.spec.events import (AgentLost, AttemptStarted, CheckpointCommitted, CheckpointSaved, CheckpointSkipped,
-                              Decision, Diagnosis, Event, FaultInjected, RunEnded, StepReport, ValidationReport)
+from jobs.spec.events import (AgentLost, AttemptStarted, CheckpointCommitted, CheckpointSkipped, Decision, Diagnosis,
+                              Event, RunEnded)
+from jobs.spec.reports import CheckpointSaved, FaultInjected, StepReport, ValidationReport
 from orchestrator.monitoring.wording import KIND_STYLE, STATE_STYLE
 
 PLAIN_EVERY_S = 5.0  # between plain step lines, by the events' own clock

@@ -11,7 +11,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from jobs.spec.events import Decision, Diagnosis, Event, RankError
+from jobs.spec.events import Decision, Diagnosis, Event
+from jobs.spec.reports import RankError
 from jobs.spec.rundir import RunDir
 from orchestrator.monitoring.history import all_of
 from orchestrator.monitoring.status import render_status, spaced

@@ -12,9 +12,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from jobs.spec.events import (AttemptStarted, CheckpointCommitted, CheckpointSaved, CheckpointSkipped, Decision,
-                              Diagnosis, Event, NodeSample, RunEnded, RunStarted, StepReport,
-                              ValidationReport)
+from jobs.spec.events import (AttemptStarted, CheckpointCommitted, CheckpointSkipped, Decision, Diagnosis, Event,
+                              RunEnded, RunStarted)
+from jobs.spec.reports import CheckpointSaved, NodeSample, StepReport, ValidationReport
 from jobs.spec.rundir import RunDir
 from orchestrator.monitoring.goodput import PARTS, Goodput
 from orchestrator.monitoring.history import all_of, last_of
@@ -54,11 +54,13 @@ def _headline(summary: RunSummary, events: Sequence[Event], *, run_dir: RunDir) 
     if summary.final_step is not None:
         loss = "" if summary.final_loss is None else f"  loss {summary.final_loss:.4f}"
         rate = "" if summary.tokens_per_s is None else f"  {summary.tokens_per_s:,.0f} tokens/s"
-        mfu = "" if summary.mfu is None else f"  MFU {summary.mfu:.1%} ({all_of(events, StepReport)[-1].mfu_convention})"
+        convention = last_of(events, StepReport).mfu_convention
+        mfu = "" if summary.mfu is None else f"  MFU {summary.mfu:.1%} ({convention})"
         lines.append(Text(f"step {summary.final_step}{loss}{rate}{mfu}", style="bold"))
     if validated := last_of(events, ValidationReport):
-        lines.append(Text(f"validation after step {validated.step}  loss {validated.loss:.4f}  {validated.tokens:,} "
-                          f"tokens in {duration(validated.validation_s)}"))
+        tokens = "" if validated.tokens is None else f"  {validated.tokens:,} tokens"
+        took = "" if validated.validation_s is None else f" in {duration(validated.validation_s)}"
+        lines.append(Text(f"validation after step {validated.step}  loss {validated.loss:.4f}{tokens}{took}"))
     return Group(*lines)
 
 

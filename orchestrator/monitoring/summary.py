@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
-from jobs.spec.events import (AttemptEnded, AttemptStarted, Decision, Diagnosis, Event, RunEnded, RunStarted,
-                              StepReport, ValidationReport)
+from jobs.spec.events import AttemptEnded, AttemptStarted, Decision, Diagnosis, Event, RunEnded, RunStarted
 from jobs.spec.load import to_dict
+from jobs.spec.reports import StepReport, ValidationReport
 from jobs.spec.rundir import RunDir
 from orchestrator.monitoring.goodput import Goodput, goodput, is_kept, kept_steps
 from orchestrator.monitoring.history import Submission, last_of

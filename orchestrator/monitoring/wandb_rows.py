@@ -6,7 +6,8 @@ W&B would drop every row whose step lies below one it has seen. The axes are met
 from collections.abc import Iterable
 from typing import Any
 
-from jobs.spec.events import AttemptStarted, CheckpointCommitted, Event, NodeSample, StepReport, ValidationReport
+from jobs.spec.events import AttemptStarted, CheckpointCommitted, Event
+from jobs.spec.reports import NodeSample, StepReport, ValidationReport
 from orchestrator.monitoring.summary import RunSummary
 
 # metric → its x axis
@@ -36,7 +37,7 @@ class Rows:
             self.start_t = event.t
         if isinstance(event, AttemptStarted):
             self.attempt = event.attempt
-        values = self._values(event)
+        values = {name: value for name, value in self._values(event).items() if value is not None}
         return values | {"attempt": self.attempt, "elapsed_s": event.t - self.start_t} if values else {}
 
     def _values(self, event: Event) -> dict[str, Any]:
@@ -65,7 +66,7 @@ class Rows:
             values["train/peak_memory_gib"] = event.peak_memory_bytes / GIB
         if event.tokens is not None:
             values |= {"tokens": self.tokens[event.step], "by_tokens/loss": event.loss}
-        return {name: value for name, value in values.items() if value is not None}
+        return values
 
 
 def attempts_table(summary: RunSummary) -> list[list[Any]]:

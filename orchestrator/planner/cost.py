@@ -23,8 +23,9 @@ from orchestrator.planner.chip import Chip, chip_of, optimizer_s
 from orchestrator.planner.compute import Shape, shape_of
 from orchestrator.planner.links import expert_shards
 from orchestrator.planner.memory import stage_memory
+from orchestrator.planner.peaks import peaks
 from orchestrator.planner.plan import Prediction, StageMemory, Transfer
-from orchestrator.planner.schedules import peaks, stages_of
+from orchestrator.planner.schedules import stages_of
 from orchestrator.planner.software import OURS, Software
 from orchestrator.planner.stages import StageCost, stage_cost
 from orchestrator.planner.timeline import StageTimes, Timeline, pipeline_s, timeline
@@ -116,7 +117,8 @@ def heaviest(model: ModelSpec, layout: Layout, *, training: TrainingSpec, cluste
     """Memory of the pipeline rank that needs most, or of the first that needs more than `enough_bytes`."""
     found = None
     for rank in _telling_ranks(model, layout):
-        one = stage_memory(model, layout, training=training, stage=rank, device=cluster.device, software=software)
+        one = stage_memory(model, layout, training=training, stage=rank, device=cluster.device, software=software,
+                           enough_bytes=enough_bytes)
         if found is None or one.total_bytes > found.total_bytes:
             found = one
         if found.total_bytes > enough_bytes:

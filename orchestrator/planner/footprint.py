@@ -9,8 +9,9 @@ from jobs.spec.parallel import ParallelDims
 from jobs.spec.training import DTYPE_BYTES
 from orchestrator.planner.activations import block_activation_bytes, block_shape
 from orchestrator.planner.parts import Pass, Shape, Variant
+from orchestrator.planner.peaks import peak_held
 from orchestrator.planner.question import Question
-from orchestrator.planner.schedules import peak_held, stages_of
+from orchestrator.planner.schedules import stages_of
 from orchestrator.planner.weights import dense_weights, expert_weights, layer_kinds, like_layers, weights_of_stages
 
 STATE_BYTES = 12  # per parameter: float32 master and two moments, however they are sharded
@@ -31,16 +32,20 @@ class Footprint:
 
     def least_bytes(self, shape: Shape, one: Pass) -> float:
         """That the heaviest rank needs: its share of the states, sharded over all that there are to shard over, one
-        microbatch's activations, and in a pipeline the weights that its forward is computed with."""
+        microbatch's activations, or in a pipeline the weights that these are computed with."""
         kept = sum(count * self._kept_bytes(one)[layer] for layer, count in self._counts)
-        return self._states(shape, *self._mean_weights(shape)) + kept / shape.pp
+        dense, experts = self._mean_weights(shape)
+        return self._states(shape, dense, experts) + max(kept / shape.pp, self._computed(shape, dense + experts))
 
     def held_bytes(self, shape: Shape, variant: Variant, one: Pass) -> float:
         """As least_bytes, of the first rank, with all microbatches that it holds at its peak."""
         kept = self._kept_bytes(one)
         held = self._first_rank_holds(shape.pp, variant)
         dense, experts = self._first_rank_weights(variant, shape.pp, shape.tp, shape.ep)
-        return self._states(shape, dense, experts) + sum(count * kept[kind] for kind, count in held)
+        # sharded weights are whole when backward has left a stage, and with that the activations of one microbatch
+        own = max(variant.layers_per_stage) * max(kept.values())
+        return self._states(shape, dense, experts) + sum(count * kept[kind] for kind, count in held) + \
+            max(0.0, self._computed(shape, dense + experts) - own)
 
     def _weights_first(self, variant: Variant, pp: int, tp: int, ep: int) -> tuple[int, int]:
         stages = stages_of(variant.schedule, rank=0, pp=pp, virtual_stages=variant.virtual_stages) if pp > 1 else (0,)
@@ -70,9 +75,12 @@ class Footprint:
                                                      for layer, count in self._counts)
 
     def _states(self, shape: Shape, dense: float, experts: float) -> float:
-        computed = self._element * (dense + experts) if shape.pp > 1 and self._element < 4 else 0.0
         ranks = shape.dp * shape.cp
-        return STATE_BYTES * (dense / ranks + experts * shape.ep / (ranks * shape.tp)) + computed
+        return STATE_BYTES * (dense / ranks + experts * shape.ep / (ranks * shape.tp))
+
+    def _computed(self, shape: Shape, weights: float) -> float:
+        """16-bit copies of a stage's weights, beside their masters."""
+        return self._element * weights if shape.pp > 1 and self._element < 4 else 0.0
 
     def _kept_of_kinds(self, one: Pass) -> dict[int, float]:
         """Activations of one layer, one microbatch, by the first layer of each kind."""

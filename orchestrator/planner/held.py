@@ -1,10 +1,11 @@
 """What a pipeline rank holds of the microbatches in flight: activations, gradients that wait for the second half of a
 backward, logits.
 
-Called by memory, for every candidate. How many microbatches there are is in schedules, what one layer keeps of one in
+Called by memory, for every candidate. How many microbatches there are is in scenes, what one layer keeps of one in
 activations. It knows nothing of states and of data parallelism.
 """
 import functools
+from typing import NamedTuple
 
 from jobs.spec.job import Device
 from jobs.spec.model import ModelSpec
@@ -12,37 +13,33 @@ from jobs.spec.parallel import Layout, ParallelDims, Recompute
 from jobs.spec.training import DTYPE_BYTES, TrainingSpec
 from orchestrator.planner.activations import (block_activation_bytes, block_shape, keys_width, queries_width,
                                               waiting_gradient_bytes)
-from orchestrator.planner.schedules import Counts, peaks
 from orchestrator.planner.software import OURS, Software
 from orchestrator.planner.weights import stage_kinds
 
 
-def in_flight(layout: Layout, rank: int) -> int:
-    """Microbatches that pipeline rank `rank` holds at its peak, of the stage that holds most of them."""
-    return max(moments(layout, rank)[0][0])
+class Held(NamedTuple):
+    """Of one microbatch, by stage of the rank: activations that the forward keeps for the backward, and gradients that
+    its first half hands to the second. And what the backward holds of one block beside its activations."""
+
+    each: tuple[float, ...]
+    waiting: tuple[float, ...]
+    again: float
 
 
-def moments(layout: Layout, rank: int) -> tuple[tuple[Counts, Counts], ...]:
-    schedule = layout.schedule if layout.dims.pp > 1 else "1f1b"
-    return peaks(schedule, rank=rank, pp=layout.dims.pp, virtual_stages=layout.virtual_stages,
-                 num_microbatches=layout.num_microbatches, split=layout.recompute == "none")
-
-
-def activations_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSpec, rank: int, device: Device,
-                      software: Software) -> tuple[int, int]:
-    """What the forward keeps for the backward, of every stage of the rank and every microbatch in flight; and what the
-    backward holds of one block beside that, while it is recomputed."""
+def held(model: ModelSpec, layout: Layout, *, training: TrainingSpec, rank: int, device: Device,
+         software: Software) -> Held:
+    """Of pipeline rank `rank`."""
     dims = layout.dims
     alike = Layout(dims=ParallelDims(tp=dims.tp, pp=dims.pp), microbatch_size=layout.microbatch_size,
-                   num_microbatches=layout.num_microbatches, layers_per_stage=layout.layers_per_stage,
+                   num_microbatches=1, layers_per_stage=layout.layers_per_stage,
                    schedule=layout.schedule, virtual_stages=layout.virtual_stages, recompute=layout.recompute,
                    sequence_parallel=layout.sequence_parallel)
     seq_len, element = training.seq_len // dims.cp, DTYPE_BYTES[training.param_dtype]
-    kept, again = _activations_bytes(model, alike, seq_len=seq_len, rank=rank, device=device, element=element,
-                                     software=software)
+    found = _held(model, alike, seq_len=seq_len, rank=rank, device=device, element=element, software=software)
     if dims.cp > 1 and software == OURS:
-        again = max(again, _attending_bytes(model, layout, tokens=seq_len * layout.microbatch_size, element=element))
-    return kept, again
+        attending = _attending_bytes(model, layout, tokens=seq_len * layout.microbatch_size, element=element)
+        found = found._replace(again=max(found.again, attending))
+    return found
 
 
 def _attending_bytes(model: ModelSpec, layout: Layout, *, tokens: int, element: int) -> int:
@@ -57,8 +54,8 @@ def _attending_bytes(model: ModelSpec, layout: Layout, *, tokens: int, element: 
 
 
 @functools.lru_cache(maxsize=16384)  # asked for many layouts that differ in data parallelism alone
-def _activations_bytes(model: ModelSpec, layout: Layout, *, seq_len: int, element: int, rank: int, device: Device,
-                       software: Software) -> tuple[int, int]:
+def _held(model: ModelSpec, layout: Layout, *, seq_len: int, element: int, rank: int, device: Device,
+          software: Software) -> Held:
     dims = layout.dims
     hidden = element * seq_len * layout.microbatch_size * model.dim
     hidden /= dims.tp if layout.sequence_parallel else 1
@@ -81,12 +78,10 @@ def _activations_bytes(model: ModelSpec, layout: Layout, *, seq_len: int, elemen
             tokens = element * seq_len * layout.microbatch_size
             gradients += hidden + tokens * (model.vocab_size / dims.tp + (model.dim if dims.tp > 1 else 0))
         waiting.append(gradients if stage > 0 and software == OURS else 0.0)  # all of the first stage's is second half
-    total = max(sum(held * bytes_ for held, bytes_ in zip(helds, each)) +
-                sum(count * bytes_ for count, bytes_ in zip(waits, waiting)) for helds, waits in moments(layout, rank))
     if software == OURS and layout.sequence_parallel and dims.tp > 1:
         # Whole for a moment, and one block's: the gradient of its output, its input, and the gradient of that.
         again += 3 * hidden * dims.tp
-    return int(total), int(again)
+    return Held(tuple(each), tuple(waiting), again)
 
 
 @functools.lru_cache(maxsize=16384)
@@ -103,14 +98,21 @@ def _block_bytes(model: ModelSpec, layer: int, *, microbatch_size: int, seq_len:
     return kept, whole, waiting_gradient_bytes(shape, **split)
 
 
-def logits_bytes(model: ModelSpec, layout: Layout, *, training: TrainingSpec, software: Software) -> int:
+class Logits(NamedTuple):
+    """Of one microbatch."""
+
+    kept: int  # from its forward to its backward
+    most: int  # beside these, at the loss
+    behind: int  # in all, when the projection's weights get their gradient
+
+
+def logits_held(model: ModelSpec, layout: Layout, *, training: TrainingSpec, software: Software) -> Logits:
     """Logits as the projection gave them, float32 probabilities and their gradient, and the gradient cast back: 12
-    bytes in either precision; a fused loss needs the first two. Of one microbatch where the last stage runs its
-    backward at once; gpipe keeps the first two of all the others. A pipeline still holds the logits when the loss needs
+    bytes in either precision; a fused loss needs the first two. A pipeline still holds the logits when the loss needs
     most, probabilities and two gradients of them: 14. A cap keeps its hyperbolic tangent, too."""
     element = DTYPE_BYTES[training.param_dtype]
     each = training.seq_len // layout.dims.cp * layout.microbatch_size * model.vocab_size // layout.dims.tp
-    waiting = layout.num_microbatches - 1 if layout.schedule == "gpipe" and layout.dims.pp > 1 else 0
     kept = element + 4 + (0 if model.output_softcap is None else element)
-    at_work = 4 if layout.dims.pp > 1 and software == OURS and layout.dims.tp == 1 else element if element < 4 else 0
-    return each * ((waiting + 1) * kept + (0 if software.fused_loss else 4 + at_work))
+    holds = layout.dims.pp > 1 and software == OURS
+    at_work = 4 if holds and layout.dims.tp == 1 else element if element < 4 else 0
+    return Logits(each * kept, 0 if software.fused_loss else each * (4 + at_work), each * element * (2 if holds else 1))

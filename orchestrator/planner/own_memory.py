@@ -10,11 +10,12 @@ from jobs.spec.own_model import Measured, OwnModel, OwnProfile, Piece
 from jobs.spec.parallel import Layout
 from jobs.spec.training import DTYPE_BYTES, TrainingSpec
 from orchestrator.cluster import ClusterSpec
-from orchestrator.planner.memory import ADAM_BYTES, GATHERED_UNITS, MASTER_BYTES
+from orchestrator.planner.memory import ADAM_BYTES, MASTER_BYTES
+from orchestrator.planner.peaks import peak_held
 from orchestrator.planner.plan import StageMemory
-from orchestrator.planner.schedules import peak_held
 
 
+GATHERED_UNITS = 2  # FSDP2 gathers the next unit while the present one computes
 DRAWING_BYTES = 16  # of each number, twice, while a mask of dropout is drawn (jobs.model.places.mix)
 
 

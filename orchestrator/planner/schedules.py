@@ -1,7 +1,7 @@
 """The order in which each pipeline rank computes its microbatches, for every schedule.
 
-Read by the timeline (when does what run), by memory (how many microbatches are held) and by the page. The orders
-are those of torch.distributed.pipelining, which runs them; durations are not known here.
+Read by the timeline (when does what run) and by peaks (how many microbatches are held). The orders are those of
+torch.distributed.pipelining, which runs them; durations are not known here.
 
 Sources: GPipe (arXiv:1811.06965), 1F1B and interleaving (arXiv:2104.04473), zero bubble and ZBV (arXiv:2401.10241),
 DualPipeV (DeepSeek-V3, arXiv:2412.19437).
@@ -14,7 +14,6 @@ from jobs.spec.parallel import V_SCHEDULES, Schedule
 
 # F forward; B whole backward; I backward of the inputs alone, whose W, of the weights, follows later
 Kind = Literal["F", "B", "I", "W"]
-Counts = tuple[int, ...]  # of microbatches, per stage of stages_of
 
 
 class Action(NamedTuple):
@@ -66,7 +65,7 @@ def _one_forward_one_backward(rank: int, pp: int, chunks: int, m: int, *, split:
     """
     per_round = m // max(1, m // pp)
     total = chunks * m
-    warmup = min(total, _warmup(rank, pp, chunks, m, split=split))
+    warmup = min(total, num_warmup(rank, pp, chunks, m, split=split))
 
     def nth(index: int, *, backward: bool) -> tuple[int, int]:
         chunk = index // per_round % chunks
@@ -89,7 +88,7 @@ def _one_forward_one_backward(rank: int, pp: int, chunks: int, m: int, *, split:
     return actions
 
 
-def _warmup(rank: int, pp: int, chunks: int, m: int, *, split: bool) -> int:
+def num_warmup(rank: int, pp: int, chunks: int, m: int, *, split: bool) -> int:
     """Forwards before the first that a backward follows. Interleaved 1F1B needs two more per hop from the last rank,
     the others one."""
     per_round = m // max(1, m // pp)
@@ -194,59 +193,3 @@ def _dualpipev(rank: int, pp: int, m: int) -> list[Action]:
     while c.owed:
         c.weights()
     return c.actions
-
-
-def peak_held(schedule: Schedule, *, rank: int, pp: int, virtual_stages: int, num_microbatches: int) -> Counts:
-    """Microbatches whose activations a rank holds at its peak. The peak is that of the sum over its stages; a backward
-    that is split holds them until its weights are done."""
-    return peaks(schedule, rank=rank, pp=pp, virtual_stages=virtual_stages, num_microbatches=num_microbatches)[0][0]
-
-
-@functools.lru_cache(maxsize=4096)
-def peaks(schedule: Schedule, *, rank: int, pp: int, virtual_stages: int, num_microbatches: int,
-          split: bool = True) -> tuple[tuple[Counts, Counts], ...]:
-    """Moments at one of which a rank needs most: microbatches held; and of those the ones that wait with their outputs'
-    gradients for the second half of a backward, beside the one that is at work. First the moment when most are held.
-    `split`: the schedules that cut backwards in two do so."""
-    m, none_wait = num_microbatches, (0,) * virtual_stages
-    if schedule == "gpipe":
-        return ((m,) * virtual_stages, none_wait),
-    if schedule in V_SCHEDULES and m >= 2 * pp:
-        most = (2 * pp - rank - (schedule == "zbv"), rank + 1), none_wait
-        # zbv drains with first halves alone, until the last rank has none left
-        return (most, ((pp, rank), (rank, rank))) if schedule == "zbv" and split else (most,)
-    if schedule == "zbv":  # too few to fill it
-        return _peaks_of(order(schedule, rank=rank, pp=pp, virtual_stages=2, num_microbatches=m),
-                         stages_of(schedule, rank=rank, pp=pp, virtual_stages=2), split=split)
-    # all forwards up to the first backward; of a split one up to the first whose weights are done, `rank` later
-    zero_bubble = schedule == "interleaved_zero_bubble"
-    waiting = rank if zero_bubble and split else 0
-    ahead = min(virtual_stages * m, _warmup(rank, pp, virtual_stages, m, split=zero_bubble) + 1 + waiting)
-    per_round = m // max(1, m // pp)
-    rounds, rest = divmod(ahead, per_round * virtual_stages)
-    held = tuple(rounds * per_round + min(max(rest - chunk * per_round, 0), per_round)
-                 for chunk in range(virtual_stages))
-    return (held, (*none_wait[1:], min(waiting, m - 1))),
-
-
-def _peaks_of(actions: list[Action], stages: Counts, *, split: bool) -> tuple[tuple[Counts, Counts], ...]:
-    """When most are held, and when most are held and wait together."""
-    held, waiting = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
-    found = [((), ())] * 2
-    for action in actions:
-        held[action.stage] += action.kind == "F"
-        waiting[action.stage] -= split and action.kind == "W"
-        now = tuple(held.values()), tuple(waiting.values())
-        if action.kind != "I":  # behind it comes another that says more
-            found = [max(best, now, key=size) for best, size in zip(found, (_held, _held_and_waiting))]
-        held[action.stage] -= action.kind in ("B", "W" if split else "I")
-        waiting[action.stage] += split and action.kind == "I"
-    return tuple(found)
-
-
-def _held(moment: tuple[Counts, Counts]) -> int:
-    return sum(moment[0])
-
-
-def _held_and_waiting(moment: tuple[Counts, Counts]) -> int:
-    return sum(moment[0]) + sum(moment[1])

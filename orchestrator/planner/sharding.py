@@ -3,13 +3,15 @@
 Called by communication for every stage; `gather_passes` by the cost model. The formulas are those of
 jobs.parallel.data and jobs.parallel.buckets.
 """
+import collections
 import functools
 
 from jobs.spec.model import ModelSpec
 from jobs.spec.parallel import Layout, Schedule
 from orchestrator.planner.book import Book
 from orchestrator.planner.schedules import order
-from orchestrator.planner.weights import Weights, ends_params, layer_weights
+from orchestrator.planner.units import stage_units
+from orchestrator.planner.weights import ends_params
 
 
 def gather_passes(layout: Layout, *, stage: int) -> tuple[int, int]:
@@ -19,7 +21,7 @@ def gather_passes(layout: Layout, *, stage: int) -> tuple[int, int]:
     to the next forward, so only forwards that do not follow a backward gather, and of the backwards those that follow a
     forward. Else in none: weights are gathered after the update."""
     m, pp = layout.num_microbatches, layout.dims.pp
-    if layout.zero_stage < 3:
+    if not layout.shards_weights:
         return 0, 0
     if layout.num_stages == 1:
         return m, m
@@ -57,24 +59,21 @@ def data_parallel(book: Book) -> None:
     """Over fsdp = dp_shard·cp gather parameters and scatter gradients; over dp_replicate then all-reduce the shard of
     the gradient (HSDP). Units: layers_per_unit layers, the embedding, norm with output. ZeRO-1 and 2 gather after
     the update instead. Experts are shared by fewer ranks, edp, and have their own."""
-    model, dims, layers = book.model, book.dims, book.layers
+    model, dims = book.model, book.dims
     ends = ends_params(model, tp=dims.tp, first=book.first, last=book.last)
     together = book.first and book.last and model.tie_embeddings  # one unit, with which backward begins
     root = ends if together else ends_params(model, tp=dims.tp, first=False, last=book.last)
     embedding = ends - root
-    per_unit = min(book.layout.layers_per_unit, layers) or 1
-    alike: dict[Weights, int] = {}  # layers of other windows weigh the same, and share units
-    for layer, count in book.kinds:
-        weights = layer_weights(model, layer, dims=dims)
-        alike[weights] = alike.get(weights, 0) + count
-    for weights, count in alike.items():
-        units = -(-count // per_unit)
+    units = [weights for weights, _ in stage_units(model, book.layout.layers(book.stage), tp=dims.tp, ep=dims.ep,
+                                                   per_unit=book.layout.layers_per_unit)]
+    kinds = {weights.experts > 0 for weights in units}
+    for weights, count in collections.Counter(units).items():
         with_rest = dims.ep == dims.tp == 1  # experts are shared by the same ranks as the rest, and go with it
-        kept = 1 if book.last and weights == [*alike][-1] else 0  # the model's last unit of layers stays gathered
-        what = "layers" if len(alike) == 1 else "expert layers" if weights.experts else "dense layers"
-        _unit(book, what, (weights.total if with_rest else weights.dense) * count / units, units=units, kept=kept)
+        kept = 1 if book.last and weights == units[-1] else 0  # the model's last unit of layers stays gathered
+        what = "layers" if len(kinds) == 1 else "expert layers" if weights.experts else "dense layers"
+        _unit(book, what, weights.total if with_rest else weights.dense, units=count, kept=kept)
         if not with_rest:
-            _unit(book, "experts", weights.experts * count / units, units=units, kept=kept, group="edp")
+            _unit(book, "experts", weights.experts, units=count, kept=kept, group="edp")
     _unit(book, "embedding", embedding, units=1, kept=0)
     _unit(book, "norm and output", root, units=1, kept=1)
 
@@ -87,7 +86,7 @@ def _unit(book: Book, what: str, params: float, *, units: int, kept: int, group:
     layout, ranks = book.layout, max(1, book.group(group).ranks)
     messages = _tensors(model=book.model) if book.software.collectives_by_tensor else 1
     gather = {"payload_bytes": book.element * params, "group": group, "messages": messages}
-    if layout.zero_stage < 3:
+    if not layout.shards_weights:
         book.add("dp_shard", "all_gather", f"{what}: weights", times=units, **gather)
     else:
         forwards, backwards = gather_passes(layout, stage=book.stage)
@@ -96,11 +95,11 @@ def _unit(book: Book, what: str, params: float, *, units: int, kept: int, group:
                  times=(units - kept) * forwards + kept * alone, **gather)
         book.add("dp_shard", "all_gather", f"{what}: weights", phase="backward", times=(units - kept) * backwards,
                  **gather)
-    often = book.m if layout.reduce_every_microbatch and layout.zero_stage > 1 else 1
+    often = book.m if layout.shards_gradients else 1
     book.add("dp_shard", "reduce_scatter", f"{what}: gradients", payload_bytes=book.reduced * params, group=group,
              times=units * often, phase="backward" if often > 1 else "step", messages=messages)
     book.add("dp_replicate", "all_reduce", f"{what}: gradients", payload_bytes=book.reduced * params / ranks,
-             times=units * (often if layout.zero_stage == 3 else 1), messages=messages)
+             times=units * (often if layout.shards_weights else 1), messages=messages)
 
 
 def _tensors(*, model: ModelSpec) -> int:

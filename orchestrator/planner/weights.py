@@ -62,6 +62,13 @@ def expert_weights(model: ModelSpec, layer: int, *, dims: ParallelDims) -> int:
     return model.moe.num_experts * expert_params(model) // dims.ep
 
 
+def widest_weight(model: ModelSpec, layer: int, *, dims: ParallelDims) -> int:
+    """Of one layer's matrices on one rank the largest; all experts' are one."""
+    if model.is_moe(layer):
+        return expert_weights(model, layer, dims=dims) // (2 if model.ffn == "gelu" else 3)
+    return model.dim * max(model.ffn_dim, model.num_heads * model.head_size) // dims.tp
+
+
 @functools.lru_cache(maxsize=4096)
 def ends_params(model: ModelSpec, *, tp: int, first: bool, last: bool) -> int:
     """Of the embedding and of the final norm with the output projection, split over the vocabulary.

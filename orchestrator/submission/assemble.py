@@ -8,7 +8,7 @@ from pathlib import Path
 from jobs.spec.job import JobSpec
 from jobs.spec.parallel import Layout
 from jobs.spec.rundir import RunDir
-from jobs.spec.tokens import VALIDATED, with_token_files
+from jobs.spec.sources import VALIDATED, with_token_files
 from jobs.spec.training import TrainingSpec
 from orchestrator.config import RunConfig
 from orchestrator.submission import SlurmRequest

@@ -119,7 +119,8 @@ class OrcExecutor(core.PicklingExecutor):
 
     def _internal_update_parameters(self, **kwargs: Any) -> None:
         """Raises ValueError for unknown names, SpecError (a ValueError) for all bad values at once."""
-        unknown = [f"{name}: unknown parameter; {suggest(name, PARAMETERS)}" for name in kwargs if name not in PARAMETERS]
+        unknown = [f"{name}: unknown parameter; {suggest(name, PARAMETERS)}" for name in kwargs
+                   if name not in PARAMETERS]
         if unknown:
             raise ValueError("\n".join(unknown))
         before = dict(self.parameters)

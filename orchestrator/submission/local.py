@@ -20,7 +20,7 @@ CANCEL_S = 10.0  # for a supervisor to end its ranks
 
 
 class LocalExecutor:
-    """Implements Executor. A job id is local-<pid>-<start time>: a pid alone may be used again."""
+    """Implements Executor. A job id is local-<pid>-<start>: a pid alone may be used again."""
 
     def preview(self, request: SlurmRequest, run_dir: Path) -> str:
         return " ".join(_supervisor_argv(run_dir, request.num_nodes)) + "\n"
@@ -81,7 +81,16 @@ class LocalLauncher:
 
 
 def job_id_of(pid: int) -> str:
-    return f"local-{pid}-{int(psutil.Process(pid).create_time() * 100)}"
+    return f"local-{pid}-{_born(pid)}"
+
+
+def _born(pid: int) -> int:
+    """Clock ticks from boot to its start: a time of day would be another one once the clock has been set. Raises
+    NoSuchProcess."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (FileNotFoundError, ProcessLookupError) as gone:
+        raise psutil.NoSuchProcess(pid) from gone
 
 
 def _find(job_id: str) -> psutil.Process | None:
@@ -101,7 +110,7 @@ def _session(job_id: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-            if (os.getsid(process.pid) == session and process.create_time() * 100 >= born
+            if (os.getsid(process.pid) == session and _born(process.pid) >= born
                     and process.status() != psutil.STATUS_ZOMBIE):
                 found.append(process)
     return found

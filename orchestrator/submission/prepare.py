@@ -18,7 +18,8 @@ from typing import TextIO
 from jobs.spec.load import Problem, SpecError, from_dict, to_dict
 from jobs.spec.model import ModelSpec
 from jobs.spec.rundir import RunDir
-from jobs.spec.tokens import TokensInfo, all_data
+from jobs.spec.sources import all_data
+from jobs.spec.tokens import TokensInfo
 from jobs.spec.training import DataSpec
 from orchestrator.config import RunConfig, to_yaml
 from orchestrator.datasets import data_problems, record_files, refuse_changed_files

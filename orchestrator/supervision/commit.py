@@ -13,9 +13,10 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from jobs.spec.events import CheckpointCommitted, CheckpointSkipped, ShardFile, ShardReport
+from jobs.spec.events import CheckpointCommitted, CheckpointSkipped
 from jobs.spec.job import JobSpec
 from jobs.spec.load import to_dict
+from jobs.spec.reports import ShardFile, ShardReport
 from jobs.spec.rundir import INDEX, MANIFEST, RunDir, rank_index
 
 

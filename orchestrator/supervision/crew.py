@@ -8,10 +8,11 @@ import math
 import time
 from collections.abc import Callable
 
-from jobs.spec.control import (Command, Heartbeat, Kill, Killed, Prepare, Prepared, RankState, Report,
-                               Shutdown, Spooled, Start)
+from jobs.spec.control import (Command, Heartbeat, Kill, Killed, Prepare, Prepared, RankState, Shutdown, Spooled,
+                               Start)
 from jobs.spec.events import AgentJoined, AgentLost, RanksSilent
 from jobs.spec.job import JobSpec
+from jobs.spec.reports import Report
 from jobs.spec.rundir import RunDir
 from jobs.spec.wire import from_wire, kind_of
 from orchestrator.config import PolicySpec
@@ -176,10 +177,11 @@ class Crew:
 
     async def dismiss(self, reason: str) -> None:
         """Agents end, and with them whatever they have started."""
+        told = any(map(self.channel.connected, self.launcher.nodes))
         for node in self.launcher.nodes:
             self.channel.send(node, Shutdown(term=self.term, reason=reason))
         await self.channel.close()
-        if self._launched:
+        if self._launched and told:
             await asyncio.wait(self._launched, timeout=self.policy.heartbeat_timeout_s)
         for process in self._last_launch:  # agents that have never connected could not be told
             if process.returncode is None:

@@ -9,7 +9,8 @@ import re
 import signal as signals
 from dataclasses import dataclass
 
-from jobs.spec.events import AgentLost, Diagnosis, DiagnosisKind, RankError, RankExit, RanksSilent
+from jobs.spec.events import AgentLost, Diagnosis, DiagnosisKind, RanksSilent
+from jobs.spec.reports import RankError, RankExit
 from orchestrator.supervision.observe import Health
 
 # What ranks say when *another* rank has gone. Collected from gloo, NCCL and c10d themselves.

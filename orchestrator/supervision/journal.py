@@ -7,8 +7,9 @@ import fcntl
 import os
 from pathlib import Path
 
-from jobs.spec.events import (AttemptStarted, CheckpointCommitted, CheckpointSaved, CheckpointSkipped, Decision,
-                              Diagnosis, Event, NodeSample, RunStarted, StepReport)
+from jobs.spec.events import (AttemptStarted, CheckpointCommitted, CheckpointSkipped, Decision, Diagnosis, Event,
+                              RunStarted)
+from jobs.spec.reports import CheckpointSaved, NodeSample, StepReport
 from jobs.spec.wire import encode
 from orchestrator.monitoring.history import read_history
 

@@ -4,14 +4,17 @@ One keeper for the life of a supervisor. How a checkpoint is committed is in com
 know. Everything that blocks on the file system runs in a thread: heartbeats must go on.
 """
 import asyncio
+import math
 import time
 from collections.abc import Callable
 
-from jobs.spec.events import CheckpointCommitted, CheckpointSkipped, ShardReport
+from jobs.spec.events import CheckpointCommitted, CheckpointSkipped
 from jobs.spec.job import JobSpec
+from jobs.spec.reports import ShardReport, StepReport
 from jobs.spec.rundir import RunDir
 from orchestrator.supervision.commit import CommitError, commit, newest_usable, prune, remove_unfinished
 from orchestrator.supervision.journal import Journal
+from orchestrator.supervision.observe import diverged
 
 
 class Keeper:
@@ -24,10 +27,17 @@ class Keeper:
         self.say = say
         self.job: JobSpec | None = None  # of the newest attempt
         self._reports: dict[int, dict[int, ShardReport]] = {}  # its steps that are not complete → rank → report
+        self._diverged_step: int | None = None  # its first step whose loss is no number
 
     def begin(self, job: JobSpec) -> None:
         """From now on the shard reports of this attempt count, and no other's."""
-        self.job, self._reports = job, {}
+        self.job, self._reports, self._diverged_step = job, {}, None
+
+    def note(self, report: StepReport) -> None:
+        """What is computed after the loss was lost is not worth keeping, least of all instead of better. It may be told
+        before the last shard of a step before it, and ranks go on until they are ended."""
+        if self._diverged_step is None and self.job and report.attempt == self.job.attempt and diverged(report):
+            self._diverged_step = report.step
 
     @property
     def resumed_step(self) -> int | None:
@@ -42,8 +52,8 @@ class Keeper:
         return self.journal.saved_step if newest is None else newest
 
     def complete(self, report: ShardReport) -> tuple[ShardReport, ...] | None:
-        """All reports of a checkpoint once its last rank has reported, else None."""
-        if self.job is None or report.attempt != self.job.attempt:
+        """All reports of a checkpoint that is worth keeping once its last rank has reported, else None."""
+        if self.job is None or report.attempt != self.job.attempt or report.step >= (self._diverged_step or math.inf):
             return None
         reports = self._reports.setdefault(report.step, {})
         reports[report.rank] = report

@@ -7,7 +7,8 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from jobs.spec.events import AgentLost, Event, RankError, RankExit, RanksSilent, StepReport
+from jobs.spec.events import AgentLost, Event, RanksSilent
+from jobs.spec.reports import RankError, RankExit, StepReport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,9 +42,19 @@ class Health:
         return self.diverged_step is not None
 
     @property
+    def ended(self) -> bool:
+        """Every rank has ended, and with its end told all that it had to tell."""
+        return len({e.rank for e in self.exits}) == self.world_size
+
+    @property
     def completed(self) -> bool:
         """Every rank has ended with exit code 0."""
-        return not self.failed and len({e.rank for e in self.exits}) == self.world_size
+        return not self.failed and self.ended
+
+
+def diverged(report: StepReport) -> bool:
+    """Whether its loss or gradient norm is no number."""
+    return not all(value is None or math.isfinite(value) for value in (report.loss, report.grad_norm))
 
 
 def observe(health: Health, event: Event) -> Health:
@@ -59,11 +70,9 @@ def observe(health: Health, event: Event) -> Health:
             return dataclasses.replace(health, lost=(*health.lost, event)) if event.node in health.nodes else health
         case RanksSilent():
             return dataclasses.replace(health, silent=event)
-        case StepReport(step=step, loss=loss, grad_norm=norm):
+        case StepReport(step=step):
             first = step if health.first_step is None else health.first_step
-            diverged = health.diverged_step
-            if diverged is None and not all(value is None or math.isfinite(value) for value in (loss, norm)):
-                diverged = step
+            lost = step if health.diverged_step is None and diverged(event) else health.diverged_step
             return dataclasses.replace(health, first_step=first, last_step=max(step, health.last_step or 0),
-                                       diverged_step=diverged)
+                                       diverged_step=lost)
     return health

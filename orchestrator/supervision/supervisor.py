@@ -6,7 +6,6 @@ imports torch.
 """
 import asyncio
 import contextlib
-import json
 import os
 import resource
 import secrets
@@ -19,16 +18,14 @@ from pathlib import Path
 
 from jobs.spec.control import Command, Welcome
 from jobs.spec.events import (EXIT_CODES, OWN_LAYOUT, AgentJoined, AgentLost, AttemptEnded, AttemptStarted,
-                              CheckpointSkipped, Decision, Diagnosis, DiagnosisKind, RunEnded, RunStarted, ShardReport)
+                              CheckpointSkipped, Decision, Diagnosis, DiagnosisKind, RunEnded, RunStarted)
 from jobs.spec.job import JobSpec
-from jobs.spec.load import to_dict
-from jobs.spec.parallel import Layout
+from jobs.spec.reports import ShardReport, StepReport
 from jobs.spec.rundir import RunDir
 from orchestrator.load import read_stored
-from orchestrator.placement import Placement, place, place_command
-from orchestrator.planner import layout_from_flat
+from orchestrator.placement import Placement
 from orchestrator.submission import Launcher
-from orchestrator.submission.assemble import assemble_job, assemble_request
+from orchestrator.supervision.attempt import read_layout, write_attempt, write_json
 from orchestrator.supervision.channel import Channel
 from orchestrator.supervision.crew import TICK_S, CannotStart, Crew
 from orchestrator.supervision.decide import decide
@@ -58,7 +55,7 @@ class Supervisor:
         self.launcher = launcher
         self.config = read_stored(self.run_dir.config)
         self.policy = self.config.policy
-        self.layout = None if self.config.lays_itself_out else _read_layout(self.run_dir)
+        self.layout = None if self.config.lays_itself_out else read_layout(self.run_dir)
         self.journal = Journal(self.run_dir.events)
         self.term = self.journal.term + 1
         self.channel = Channel(
@@ -112,12 +109,8 @@ class Supervisor:
 
     async def _attempt(self, attempt: int) -> Decision:
         newest = self.checkpoints.newest()
-        placement = self._place()
-        job = assemble_job(self.config, layout=self.layout, world_size=placement.world_size,
-                           run_dir=self.run_dir.path, attempt=attempt, resume_step=newest)
-        write_json(self.run_dir.placement(attempt), to_dict(placement))
-        write_json(self.run_dir.job(attempt), to_dict(job))
-        write_json(self.run_dir.request(attempt), to_dict(assemble_request(self.config)))
+        placement, job = write_attempt(self.config, layout=self.layout, nodes=self.launcher.nodes, run_dir=self.run_dir,
+                                       attempt=attempt, resume_step=newest)
         self.health = Health(attempt=attempt, world_size=job.world_size, nodes=placement.nodes,
                              resume_step=newest)
         self.checkpoints.begin(job)
@@ -129,7 +122,7 @@ class Supervisor:
             await self._start(placement, job)
             await self._watch(lambda: self.health.failed or self.health.completed)
             if self.health.failed and not self.health.diverged:  # earlier roots may still be on their way
-                await self._watch(lambda: False, timeout_s=self.policy.settle_s)
+                await self._watch(lambda: self.health.ended, timeout_s=self.policy.settle_s)
         except CannotStart as failure:
             not_started = failure
             self.channel.dismiss(failure.node, str(failure))  # the next attempt gets a new agent there
@@ -140,13 +133,6 @@ class Supervisor:
                           timeout_s=self.policy.kill_grace_s + self.policy.heartbeat_timeout_s)
         self.crew.attempt = 0
         return self._conclude(sealed, not_started)
-
-    def _place(self) -> Placement:
-        where = {"cluster": self.config.cluster, "nodes": self.launcher.nodes, "excluded": (),
-                 "spares": self.config.placement.spares}
-        if self.layout is None:
-            return place_command(**where)
-        return place(self.layout, allow_tp_across_nodes=self.config.placement.allow_tp_across_nodes, **where)
 
     async def _start(self, placement: Placement, job: JobSpec) -> None:
         """Agents up, fork servers ready, port chosen, then all ranks at once. Raises CannotStart or Stop."""
@@ -204,7 +190,7 @@ class Supervisor:
                 return
             for fact in await self.crew.facts(timeout_s=left):
                 if isinstance(fact, Command):
-                    self._obey(fact)
+                    self._ask_to_stop("stopped", fact.reason or "stopped by `orc stop`")
                 elif isinstance(fact, ShardReport):
                     await self._note_shards(fact)
                 else:
@@ -217,24 +203,17 @@ class Supervisor:
         self.journal.write(event)
         if self.health is not None:
             self.health = observe(self.health, event)
+        if isinstance(event, StepReport):
+            self.checkpoints.note(event)
         if isinstance(event, AgentJoined | AgentLost):
             say(f"{type(event).__name__}: {event.node}")
 
     async def _note_shards(self, report: ShardReport) -> None:
         """Commit a checkpoint once the last of its ranks has reported."""
-        if (reports := self.checkpoints.complete(report)) is None:
-            return
-        if self.health is not None and self.health.diverged:
-            return  # what was computed after the loss was lost is not worth keeping, least of all instead of better
-        if committed := await self.checkpoints.commit(reports):
+        reports = self.checkpoints.complete(report)
+        if reports and (committed := await self.checkpoints.commit(reports)):
             self._record(committed)
             await self.checkpoints.prune()
-
-    def _obey(self, command: Command) -> None:
-        if command.verb == "stop":
-            self._ask_to_stop("stopped", command.reason or "stopped by `orc stop`")
-        else:
-            say(f"ignored unknown command {command.verb!r}")
 
     def _ask_to_stop(self, kind: DiagnosisKind, summary: str) -> None:
         self.stop = self.stop or Stop(kind, summary)
@@ -248,18 +227,6 @@ class Supervisor:
             t=time.time(), run=self.config.run, job_id=self.launcher.job_id, term=self.term, host=host,
             wandb_id=(self.journal.wandb_id or secrets.token_hex(4)) if self.wandb.wanted else None,
             max_restarts=self.policy.max_restarts))
-
-
-def write_json(path: Path, data) -> None:
-    """Atomically: a reader sees the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(data, indent=1) + "\n")
-    os.replace(temporary, path)
-
-
-def _read_layout(run_dir: RunDir) -> Layout:
-    return layout_from_flat(json.loads(run_dir.plan.read_text())["layout"])
 
 
 def say(message: str) -> None:

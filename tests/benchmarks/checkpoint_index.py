@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 
 from jobs.checkpoint.raw import FORMAT, Chunk, RawReader, RawWriter, ShardIndex
-from jobs.spec.events import ShardFile, ShardReport
 from jobs.spec.job import JobSpec
 from jobs.spec.load import to_dict
+from jobs.spec.reports import ShardFile, ShardReport
 from jobs.spec.rundir import INDEX, MANIFEST, RunDir
 from jobs.spec.training import CheckpointSpec
 from orchestrator.supervision.commit import commit

@@ -29,8 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from jobs.optim import learning_rate
 from jobs.runtime import keep_memory
-from jobs.spec.events import StepReport
 from jobs.spec.job import JobSpec
+from jobs.spec.reports import StepReport
 from tests.benchmarks.decoder import MODEL, TRAINING, decoder, forget_peak, peak_bytes, split_by_dtensor
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import ListRecorder, build_trainer, job, layout
@@ -171,14 +171,14 @@ def measure(name: str, folder: Path, *, rounds: int, steps: int) -> None:
                                                                   arguments.get("dp_replicate", 1)), **arguments})
     spec, contenders = job(folder, where, model=MODEL, training=TRAINING), {"ours": ours, **others}
     world_size = where.dims.world_size
-    measured = run_ranks(take_turns, world_size=world_size, args=(spec, contenders, rounds, steps), timeout_s=900)[0]
+    measured = run_ranks(take_turns, world_size=world_size, args=(spec, contenders, rounds, steps))[0]
     tokens = TRAINING.seq_len * TRAINING.global_batch_size * steps
     for contender, build in contenders.items():
         mine, theirs = measured["ours"], measured[contender]
         beside = f"data {100 * mine.waiting:.2f}%"
         if contender != "ours":
             beside = f"ours × {ratio(theirs.seconds, mine.seconds):.3f}, CPU × {ratio(theirs.cpu_s, mine.cpu_s):.3f}"
-        peak = max(run_ranks(peak_alone, world_size=world_size, args=(spec, build), timeout_s=300))
+        peak = max(run_ranks(peak_alone, world_size=world_size, args=(spec, build)))
         print(f"{name:28}  {contender:30}  {tokens / statistics.median(theirs.seconds):8,.0f} tokens/s   {beside:28}  "
               f"peak {peak / 2**20:6.1f} MiB", flush=True)
 

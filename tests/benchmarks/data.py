@@ -23,7 +23,7 @@ from jobs.data.tokenize import Recipe, dtype_for, tokenize
 from jobs.data.tokenizer import BYTES, load_tokenizer
 from jobs.data.writer import TokenWriter
 from jobs.loader import Loader
-from jobs.spec.events import StepReport
+from jobs.spec.reports import StepReport
 from jobs.spec.training import DataSpec, SourceSpec
 from tests.benchmarks.core import MODEL, TRAINING
 from tests.helpers.ranks import run_ranks

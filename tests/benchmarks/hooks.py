@@ -171,7 +171,7 @@ def main() -> None:
                        faults=tuple(FaultSpec(attempt=9, step=step, rank=0, kind="sigkill") for step in range(1, 9)))
         with watched(run_dir) as (watchers, socket_name):
             before = _cpu_s(watchers)
-            found: Turns = run_ranks(take_turns, world_size=asked.ranks, timeout_s=900,
+            found: Turns = run_ranks(take_turns, world_size=asked.ranks,
                                      args=(spec, socket_name, asked.rounds, asked.steps))[0]
             watching_s = (_cpu_s(watchers) - before) / (asked.rounds + 2) / asked.steps
     for kind in ("bare", "watched"):

@@ -68,7 +68,7 @@ def measured_s(model: ModelSpec | OwnModel, fields: dict, *, steps: int) -> floa
     where = layout(layers_per_stage=split_layers(6, fields.get("pp", 1)), **fields)
     with tempfile.TemporaryDirectory() as folder:
         spec = job(Path(folder), where, model=model, training=TRAINING)
-        return max(run_ranks(fastest_step, world_size=where.dims.world_size, timeout_s=600.0, args=(spec, steps)))
+        return max(run_ranks(fastest_step, world_size=where.dims.world_size, args=(spec, steps)))
 
 
 def matmul_tflops(size: int = 1024) -> float:

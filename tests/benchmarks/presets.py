@@ -89,7 +89,8 @@ def _worded(one: Priced) -> str:
 
 
 def table() -> str:
-    head = ("| run | published layout, details as good as they can be | measured | the planner's | predicted, faster by |\n"
+    head = ("| run | published layout, details as good as they can be | measured | the planner's | predicted, "
+            "faster by |\n"
             "|---|---|---|---|---|\n")
     return head + "".join(row(one) for one in PUBLISHED)
 

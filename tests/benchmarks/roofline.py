@@ -50,8 +50,8 @@ class Roofline:
 
 
 def fitted(known: list[tuple[str, Case, float]]) -> Roofline:
-    """On (group, case, measured seconds), every group weighing the same, by coordinate descent. Nothing to fit on leaves
-    it as it is."""
+    """On (group, case, measured seconds), every group weighing the same, by coordinate descent. Nothing to fit on
+    leaves it as it is."""
     if not known:
         return Roofline()
 

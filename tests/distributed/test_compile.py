@@ -18,7 +18,6 @@ pytestmark = pytest.mark.distributed
 
 COMPILED = dataclasses.replace(TRAINING, compile=True)
 LATENT = dataclasses.replace(DEEPSEEK3, name="latent", moe=None)
-START_S = 600.0  # a first step compiles forward and backward with a C++ compiler
 
 # what is special about the case → (layout, model)
 SLOW = {
@@ -49,7 +48,7 @@ SLOW = {
 def check(case, run_dir) -> None:
     arguments, model = case
     spec = job(run_dir, layout(model=model, **arguments), model=model, training=COMPILED)
-    found = train_job(spec, timeout_s=START_S)
+    found = train_job(spec)
     assert_same_run(found, final_parameters(spec), *reference(model, TRAINING))
 
 
@@ -67,7 +66,7 @@ def test_compiled_layers_combined_match_single_rank(case, tmp_path):
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_compiled_layers_match_single_rank_with_packed_documents(recompute, tmp_path):
     spec = job(tmp_path, layout(recompute=recompute), training=COMPILED)
-    found = test_documents.run_packed(spec, timeout_s=START_S)
+    found = test_documents.run_packed(spec)
     assert_same_run(found, final_parameters(spec), *test_documents.reference(TINY))
 
 

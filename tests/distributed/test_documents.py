@@ -107,8 +107,8 @@ def train_packed(spec) -> list:
     return recorder.reports
 
 
-def run_packed(spec, *, timeout_s: float = 120.0) -> Outcome:
-    return Outcome.of(run_ranks(train_packed, world_size=spec.world_size, args=(spec,), timeout_s=timeout_s))
+def run_packed(spec) -> Outcome:
+    return Outcome.of(run_ranks(train_packed, world_size=spec.world_size, args=(spec,)))
 
 
 @functools.cache

@@ -12,8 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from jobs.model.rule import AttentionKind, Rule
 from jobs.parallel.boundary import Boundary
 from jobs.parallel.bucket import Bucket
+from jobs.parallel.buckets import _Round
 from jobs.parallel.columns import column_parallel
 from jobs.parallel.context import ContextAttention
+from jobs.parallel.expert import LocalExperts
 from tests.distributed.test_own_model import MIXER
 from tests.helpers.models import MIXTURE
 from tests.helpers.ranks import run_ranks
@@ -54,9 +56,9 @@ class Order(TorchDispatchMode):
 LAYERS = TINY.num_layers
 TIED = dataclasses.replace(TINY, tie_embeddings=True)
 # layout → the message of a unit, and how many are under way before the last matmul, which is of the first layer's
-# weights: those of the other layers, and of norm and output, where these are not FSDP's root, which it reduces last;
-# tied, they are complete with the embedding. Experts on other ranks are a unit of their own, which is complete before
-# the rest of their layer; their tokens travel in the same messages, so there buckets are counted.
+# weights: those of the other layers, and of norm and output; tied, these are complete with the embedding. Experts on
+# other ranks are a unit of their own, which is complete before the rest of their layer; their tokens travel in the same
+# messages, so there buckets are counted.
 REDUCTIONS = {
     "replicas": (dict(dp_replicate=2), TINY, "sum", LAYERS),
     "replicas, tied": (dict(dp_replicate=2), TIED, "sum", LAYERS - 1),
@@ -65,13 +67,15 @@ REDUCTIONS = {
                                        2 * LAYERS),
     "ZeRO-1": (dict(dp_shard=2, zero_stage=1), TINY, "scatter", LAYERS),
     "ZeRO-2": (dict(dp_shard=2, zero_stage=2), TINY, "scatter", LAYERS),
-    "ZeRO-3": (dict(dp_shard=2), TINY, "scatter", LAYERS - 1),
+    "ZeRO-3": (dict(dp_shard=2), TINY, "scatter", LAYERS),
+    "ZeRO-3, tied": (dict(dp_shard=2), TIED, "scatter", LAYERS - 1),
+    "ZeRO-3, an own model": (dict(dp_shard=2), MIXER, "scatter", LAYERS),
 }
 
 
 def order_of_a_step(spec) -> list[str]:
     parallel = build_model(spec)
-    batch = torch.randint(0, 256, (spec.layout.microbatch_size, 16))  # enough for every rank's experts
+    batch = torch.randint(0, 256, (spec.layout.microbatch_size, 16))
     parallel.forward_backward(batch, batch)
     reduce = Bucket.reduce
     with Order() as order, pytest.MonkeyPatch.context() as patch:
@@ -83,7 +87,8 @@ def order_of_a_step(spec) -> list[str]:
 @pytest.mark.parametrize("case", REDUCTIONS)
 def test_gradients_are_reduced_while_backward_goes_on(case, tmp_path):
     arguments, model, message, under_way = REDUCTIONS[case]
-    spec = job(tmp_path, layout(model=model, **{"microbatch_size": 4, **arguments}), model=model)
+    where = layout(**{"microbatch_size": 4, "layers_per_stage": (LAYERS,), **arguments})
+    spec = job(tmp_path, where, model=model)
     for words in run_ranks(order_of_a_step, world_size=spec.world_size, args=(spec,)):
         last = len(words) - words[::-1].index("mm")
         assert words[:last].count(message) == under_way
@@ -91,6 +96,36 @@ def test_gradients_are_reduced_while_backward_goes_on(case, tmp_path):
             assert "wait" not in words[words.index(message):last]
         if case in ("ZeRO-1", "ZeRO-2"):  # the one before is waited for; FSDP waits for some at once
             assert (message, "wait") not in itertools.pairwise(words[:last])
+
+
+def left_when_tokens_are_alike(spec) -> tuple[int, list[int]]:
+    """How often this rank's experts got no token, and how many buckets the end of a backward found unreduced."""
+    parallel, idle, left = build_model(spec), 0, []
+    compute, rest = LocalExperts.forward, _Round.rest
+
+    def counting(experts, x, counts):
+        nonlocal idle
+        idle += len(x) == 0
+        return compute(experts, x, counts)
+
+    layout = spec.layout
+    batch = torch.zeros(layout.microbatch_size * layout.num_microbatches, 16, dtype=torch.int64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalExperts, "forward", counting)
+        patch.setattr(_Round, "rest", lambda round: left.append(len(found := rest(round))) or found)
+        parallel.forward_backward(batch, batch)
+    return idle, left
+
+
+# ffn_dim of the experts: by the grouped kernel; one by one
+@pytest.mark.parametrize("ffn_dim", [MIXTURE.moe.ffn_dim, MIXTURE.moe.ffn_dim - 1])
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_experts_without_a_token_hold_up_no_reduction(ffn_dim, zero_stage, tmp_path):
+    model = dataclasses.replace(MIXTURE, moe=dataclasses.replace(MIXTURE.moe, ffn_dim=ffn_dim))
+    spec = job(tmp_path, layout(model=model, dp_shard=2, ep=2, zero_stage=zero_stage), model=model)
+    by_rank = run_ranks(left_when_tokens_are_alike, world_size=2, args=(spec,))
+    assert max(idle for idle, _ in by_rank) > 0
+    assert {count for _, left in by_rank for count in left} == {0}
 
 
 def order_of_a_forward(spec) -> list[str]:
@@ -109,7 +144,7 @@ def order_of_a_forward(spec) -> list[str]:
 GATHERS = {
     "untied": (TINY, 4),
     "tied": (TIED, 4),
-    "an own one, whose last unit is the model itself": (MIXER, 5),
+    "an own one": (MIXER, 4),
 }
 
 

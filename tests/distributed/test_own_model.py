@@ -100,7 +100,7 @@ def check(case: tuple[dict, dict], model: OwnModel = MIXER) -> None:
     training, where = dataclasses.replace(TRAINING, **changes), where_of(fields)
     with tempfile.TemporaryDirectory() as folder:
         spec = job(Path(folder), where, model=model, training=training)
-        found = train_job(spec, timeout_s=600.0 if training.compile else 120.0)
+        found = train_job(spec)
         plain = dataclasses.replace(training, compile=False)
         assert_same_run(found, final_parameters(spec), *reference(model, plain, num_layers=4))
 

@@ -116,7 +116,7 @@ def save_alone(spec, saving_rank: int) -> list[str]:
 
 def test_saving_waits_for_no_other_rank(tmp_path):
     spec = job(tmp_path, layout(tp=2, dp_shard=2))
-    names = run_ranks(save_alone, world_size=4, args=(spec, 3), timeout_s=60)
+    names = run_ranks(save_alone, world_size=4, args=(spec, 3))
     assert names == [[], [], [], ["rank-00003.bin", "rank-00003.json"]]
 
 
@@ -222,7 +222,7 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path):
     whole = train_job(job(tmp_path / "whole", where, training=SIX_STEPS))
     fault = FaultSpec(attempt=1, step=5, rank=1, kind="sigkill")
     spec = dataclasses.replace(job(tmp_path, where, training=SIX_STEPS, interval_steps=2), faults=(fault,))
-    results = collect_ranks(train_here, world_size=2, args=(spec,), kwargs={"reports_to": tmp_path}, timeout_s=60)
+    results = collect_ranks(train_here, world_size=2, args=(spec,), kwargs={"reports_to": tmp_path})
     assert results[1].error == "died with exit code -9"
     first = Outcome.of([read_reports(tmp_path, rank=rank) for rank in range(2)])
     assert first.losses == whole.losses[:4]

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from jobs.spec.events import ShardReport, StepReport, ValidationReport
 from jobs.spec.job import FaultSpec
 from jobs.spec.load import to_dict
 from jobs.spec.own_model import OwnModel
+from jobs.spec.reports import ShardReport, StepReport, ValidationReport
 from jobs.spec.training import DataSpec, OptimizerSpec, ValidationSpec
 from jobs.verify.collectives import CollectiveLog
 from jobs.verify.memory import PeakMemory
@@ -34,7 +34,6 @@ INTERLEAVED = dict(schedule="interleaved_1f1b", virtual_stages=2)
 IZB = dict(schedule="interleaved_zero_bubble", virtual_stages=2)
 MASKED = {"document_mask": True}
 DEPTH = {"mixer": 4, "tied": 4}  # of own models
-START_S = 600.0  # a first step may compile
 
 # what is special about the case → (layout, model, changes of the training, of what is validated on)
 FAST = {
@@ -103,7 +102,7 @@ def with_validation(training=TRAINING, *, interval_steps: int = 2, batches: int 
 def trained(run_dir: Path, where, model, training) -> list:
     """All ranks' reports of one run."""
     spec = job(run_dir, where, model=model, training=training)
-    of_ranks = run_ranks(train_here, world_size=spec.world_size, args=(spec,), timeout_s=START_S)
+    of_ranks = run_ranks(train_here, world_size=spec.world_size, args=(spec,))
     return [report for reports in of_ranks for report in reports]
 
 
@@ -138,7 +137,8 @@ def check(case: tuple, run_dir: Path) -> None:
     depth = DEPTH[model.name] if isinstance(model, OwnModel) else model.num_layers
     size = {"global_batch_size": training.global_batch_size}
     where = layout(model=dataclasses.replace(TINY, num_layers=depth), **size, **degrees)
-    single = layout(model=dataclasses.replace(TINY, num_layers=depth), **size, microbatch_size=training.global_batch_size)
+    single = layout(model=dataclasses.replace(TINY, num_layers=depth), **size,
+                    microbatch_size=training.global_batch_size)
     wanted = reference(single, model, with_validation(dataclasses.replace(training, compile=False), **data))
     found = trained(run_dir / "with", where, model, with_validation(training, **data))
     assert list(wanted) == [2, 4, 5] and validations(found) == pytest.approx(wanted, rel=TOLERANCE, abs=0)
@@ -210,7 +210,7 @@ def test_a_restart_goes_on_at_the_right_steps(case, tmp_path):
     whole = reference(layout(), TINY, training)
     spec = job(tmp_path, layout(dp_shard=2), training=training, interval_steps=saving)
     spec = dataclasses.replace(spec, faults=(FaultSpec(attempt=1, step=6, rank=1, kind="sigkill"),))
-    collect_ranks(train_here, world_size=2, args=(spec,), kwargs={"reports_to": tmp_path}, timeout_s=60)
+    collect_ranks(train_here, world_size=2, args=(spec,), kwargs={"reports_to": tmp_path})
     reports = [report for rank in range(2) for report in read_reports(tmp_path, rank=rank)]
     resume = saving * (5 // saving)
     commit(tmp_path, Outcome.of([reports]).shards, step=resume)
@@ -315,9 +315,11 @@ def test_it_needs_less_memory_than_a_step_and_holds_one_microbatch_at_a_time(cas
 
 
 def messages(spec, *, evaluates: bool) -> list:
-    """What a step sends, in whose stead others have been evaluated before; how many units are gathered then; its loss."""
+    """What a step sends, in whose stead others have been evaluated before; how many units are gathered then; its
+    loss."""
     parallel, batch = build_model(spec), batch_of(spec)
-    states = [fully_shard.state(m) for part in parallel.model_parts for m in part.modules() if isinstance(m, FSDPModule)]
+    states = [fully_shard.state(m) for part in parallel.model_parts for m in part.modules()
+              if isinstance(m, FSDPModule)]
     if evaluates:
         parallel.evaluate(batch, batch)
     losses = [parallel.forward_backward(batch, batch).item()]

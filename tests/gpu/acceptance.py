@@ -17,10 +17,11 @@ from pathlib import Path
 import torch
 import yaml
 
-from jobs.spec.events import AttemptStarted, Event, StepReport
+from jobs.spec.events import AttemptStarted, Event
 from jobs.spec.hardware import GPUS
 from jobs.spec.load import to_dict
 from jobs.spec.model import ModelSpec
+from jobs.spec.reports import StepReport
 from jobs.spec.rundir import RunDir
 from orchestrator.monitoring.history import read_history
 from tests.gpu.by_hand import Task

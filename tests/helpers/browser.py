@@ -15,7 +15,7 @@ from typing import Any
 FLAGS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
          "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",
          "--hide-scrollbars", "--remote-debugging-pipe"]
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0  # for what hangs: no machine is so slow
 
 
 def find_chromium() -> str | None:

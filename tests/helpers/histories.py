@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jobs.spec.events import (AgentJoined, AttemptEnded, AttemptStarted, CheckpointCommitted, Decision, Diagnosis,
-                              Event, FaultInjected, NodeSample, RankExit, RankFinished, RunEnded, RunStarted,
-                              StepReport, ValidationReport)
+                              Event, RunEnded, RunStarted)
+from jobs.spec.reports import FaultInjected, NodeSample, RankExit, StepReport, ValidationReport
 from jobs.spec.wire import encode
 
 T0 = 1_750_000_000.0  # the first supervisor takes charge
@@ -135,7 +135,6 @@ def _crash(s: Scenario) -> int:
 
 def _finish(s: Scenario, *, attempt: int, first: int) -> None:
     for rank in range(8):
-        s.events.append(RankFinished(attempt=attempt, rank=rank, step=s.steps, t=s.t))
         s.events.append(RankExit(attempt=attempt, rank=rank, local_rank=rank % 4, node=NODES[rank // 4],
                                  pid=1301 + rank, t=s.t + 0.25, exit_code=0))
     s.t += s.shutdown_s

@@ -27,6 +27,8 @@ from jobs.runtime import BACKENDS
 from tests.helpers import device
 
 torch.set_num_threads(1)
+TIMEOUT_S = 900.0  # for ranks that hang: no machine is so slow, not where a first step compiles either
+FAREWELL_S = 10.0  # for what the peers of a failed rank have to tell: most fail in turn, at once
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,18 +43,18 @@ class RanksFailed(AssertionError):
     """At least one rank did not return."""
 
 
-def run_ranks(function: Callable[..., Any], *, world_size: int, timeout_s: float = 120.0, args: tuple = (),
+def run_ranks(function: Callable[..., Any], *, world_size: int, args: tuple = (),
               kwargs: dict[str, Any] | None = None) -> list[Any]:
     """`function(*args, **kwargs)` on every rank of an initialised group; the values by rank. Raises RanksFailed
     with the tracebacks otherwise."""
-    results = collect_ranks(function, world_size=world_size, timeout_s=timeout_s, args=args, kwargs=kwargs)
+    results = collect_ranks(function, world_size=world_size, args=args, kwargs=kwargs)
     failed = [f"rank {rank}: {result.error}" for rank, result in enumerate(results) if result.error]
     if failed:
         raise RanksFailed("\n".join(failed))
     return [result.value for result in results]
 
 
-def collect_ranks(function: Callable[..., Any], *, world_size: int, timeout_s: float = 120.0, args: tuple = (),
+def collect_ranks(function: Callable[..., Any], *, world_size: int, args: tuple = (),
                   kwargs: dict[str, Any] | None = None) -> list[RankResult]:
     """As run_ranks, but failures are results, too: for tests of what happens when a rank dies."""
     assert torch.get_num_threads() == 1, "a forked rank would hang in its first matmul"
@@ -62,34 +64,34 @@ def collect_ranks(function: Callable[..., Any], *, world_size: int, timeout_s: f
         for rank in range(world_size):
             receive, send = context.Pipe(duplex=False)
             call = functools.partial(function, *args, **(kwargs or {}))
-            process = context.Process(target=_rank, args=(call, rank, world_size, Path(folder), send, timeout_s))
+            process = context.Process(target=_rank, args=(call, rank, world_size, Path(folder), send))
             process.start()
             send.close()  # so that the parent sees the end of a rank that dies
             processes.append(process)
             pipes.append(receive)
-        results = _gather(pipes, processes, timeout_s=timeout_s)
+        results = _gather(pipes, processes)
     return results
 
 
-def _gather(pipes: list[Connection], processes: list, *, timeout_s: float) -> list[RankResult]:
+def _gather(pipes: list[Connection], processes: list) -> list[RankResult]:
     results: list[RankResult | None] = [None] * len(pipes)
     try:
         while open_pipes := [pipe for pipe, result in zip(pipes, results) if result is None]:
-            ready = wait(open_pipes, timeout=timeout_s)
+            ready = wait(open_pipes, timeout=TIMEOUT_S)
             for pipe in ready:
                 rank = pipes.index(pipe)
                 results[rank] = _receive(pipe, processes[rank])
             if not ready or any(result is not None and result.error for result in results):
                 break  # peers of a failed rank may wait for it until their own time-out
-        # what has already arrived is kept; the rest is named
+        end = time.monotonic() + FAREWELL_S
         for rank, result in enumerate(results):
-            if result is None and pipes[rank].poll(0.5):
+            if result is None and pipes[rank].poll(max(0.0, end - time.monotonic())):
                 results[rank] = _receive(pipes[rank], processes[rank])
     finally:
         for process in processes:
             process.kill()  # the ranks that have sent their value wait for this
             process.join()
-    return [result or RankResult(error=f"no result within {timeout_s} s, or a peer failed first") for result in results]
+    return [result or RankResult(error=f"no result within {TIMEOUT_S} s, or a peer failed first") for result in results]
 
 
 def _receive(pipe: Connection, process: Any) -> RankResult:
@@ -100,8 +102,7 @@ def _receive(pipe: Connection, process: Any) -> RankResult:
         return RankResult(error=f"died with exit code {process.exitcode}")
 
 
-def _rank(call: Callable[[], Any], rank: int, world_size: int, folder: Path, send: Connection,
-          timeout_s: float) -> None:
+def _rank(call: Callable[[], Any], rank: int, world_size: int, folder: Path, send: Connection) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
                       LOCAL_WORLD_SIZE=str(world_size))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the ranks
@@ -120,7 +121,7 @@ def _rank(call: Callable[[], Any], rank: int, world_size: int, folder: Path, sen
     if not result.error:
         # Every rank stays until all have sent: another may still be connecting to this one, in a group's making. The
         # parent ends them then; the limit is for a parent that has been killed.
-        time.sleep(timeout_s)
+        time.sleep(TIMEOUT_S)
     # Not through Python's exit: a group with a dead peer would be waited for.
     os._exit(0 if not result.error else 1)
 

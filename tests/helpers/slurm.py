@@ -15,10 +15,12 @@ from typing import TypeVar
 import pytest
 
 from orchestrator.submission import SlurmRequest
+from orchestrator.submission.client import ask
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "deploy" / "slurm" / "cluster.sh"
 NUM_NODES, GPUS_PER_NODE = 4, 2
+PATIENCE_S = 300.0  # for what hangs: no machine is so slow
 T = TypeVar("T")
 
 
@@ -51,7 +53,8 @@ def slurm_cluster() -> Iterator[SlurmCluster]:
         pytest.skip(reason)
     number = os.getpid() % 100  # several checkouts may test at once
     own = {"SLURM_LAB_DIR": f"/tmp/orc-slurm-{os.getpid()}", "SLURM_LAB_NET": f"10.{100 + number}.7",
-           "SLURM_LAB_PORT": str(18000 + 40 * number)}
+           "SLURM_LAB_PORT": str(18000 + 40 * number),
+           "SLURM_LAB_NODE_TIMEOUT": "120"}  # busy nodes may be slow to answer; kill_node tells Slurm itself
     patch = pytest.MonkeyPatch()
     for name, value in own.items():
         patch.setenv(name, os.environ.get(name, value))
@@ -87,11 +90,11 @@ def slurm_request(**changes) -> SlurmRequest:
     return SlurmRequest(**values | {"extra": {"chdir": str(REPOSITORY)} | values["extra"]})
 
 
-def wait_until(condition: Callable[[], T], *, timeout_s: float, what: str, details: Callable[[], str] = str) -> T:
+def wait_until(condition: Callable[[], T], *, what: str, details: Callable[[], str] = str) -> T:
     """Poll until `condition` gives something true, and return that."""
-    end = time.monotonic() + timeout_s
+    end = time.monotonic() + PATIENCE_S
     while not (value := condition()):
-        assert time.monotonic() < end, f"{what}: not within {timeout_s:.0f} s. {details()}"
+        assert time.monotonic() < end, f"{what}: not within {PATIENCE_S:.0f} s. {details()}"
         time.sleep(0.1)
     return value
 
@@ -104,7 +107,15 @@ def ended(job_id: str) -> str:
     return "" if end in ("", "Unknown") else rest
 
 
-def wait_until_over(job_id: str, *, timeout_s: float) -> str:
+def started_at(job_id: str) -> float:
+    """When the job started, as accounting has it."""
+    def start() -> str:
+        return ask("sacct", "-XnPj", job_id, "--format=Start").strip()
+
+    return float(wait_until(lambda: start().isdigit() and start(), what=f"start of job {job_id} in accounting"))
+
+
+def wait_until_over(job_id: str) -> str:
     """Until the job has ended, its nodes are free and accounting knows; returns `State|ExitCode`.
 
     A cancelled job is CANCELLED at once, while its processes are still being ended (COMPLETING).
@@ -113,5 +124,5 @@ def wait_until_over(job_id: str, *, timeout_s: float) -> str:
         return subprocess.run(["squeue", "-ho", "%i", "-t", "pending,running,suspended,completing", "-j", job_id],
                               capture_output=True, text=True, check=True).stdout
 
-    wait_until(lambda: not busy(), timeout_s=timeout_s, what=f"job {job_id} over", details=lambda: ended(job_id))
-    return wait_until(lambda: ended(job_id), timeout_s=20, what=f"job {job_id} in accounting")
+    wait_until(lambda: not busy(), what=f"job {job_id} over", details=lambda: ended(job_id))
+    return wait_until(lambda: ended(job_id), what=f"job {job_id} in accounting")

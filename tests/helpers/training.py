@@ -12,15 +12,15 @@ import torch.distributed as dist
 
 from jobs import train
 from jobs.mesh import build_mesh
-from jobs.parallel import ParallelModel
+from jobs.parallel.model import ParallelModel
 from jobs.recorder import Recorder
 from jobs.runtime import seed_everything
-from jobs.spec.events import RankReport, ShardReport, StepReport
 from jobs.spec.job import JobSpec
 from jobs.spec.load import to_dict
 from jobs.spec.model import ModelSpec
 from jobs.spec.own_model import OwnModel
 from jobs.spec.parallel import AXES, Layout, ParallelDims, split_layers
+from jobs.spec.reports import RankReport, ShardReport, StepReport
 from jobs.spec.rundir import RunDir
 from jobs.spec.training import CheckpointSpec, DataSpec, OptimizerSpec, TrainingSpec
 from jobs.spec.wire import decode, encode
@@ -89,9 +89,9 @@ def job(run_dir: Path, where: Layout, *, model: ModelSpec = TINY, training: Trai
                    checkpoint=CheckpointSpec(interval_steps=interval_steps), resume_step=resume_step, peak_tflops=0.02)
 
 
-def train_job(spec: JobSpec, *, timeout_s: float = 120.0) -> Outcome:
+def train_job(spec: JobSpec) -> Outcome:
     """Run the whole job on forked ranks."""
-    return Outcome.of(run_ranks(train_here, world_size=spec.world_size, args=(spec,), timeout_s=timeout_s))
+    return Outcome.of(run_ranks(train_here, world_size=spec.world_size, args=(spec,)))
 
 
 LOSS_TOLERANCE = 1e-5

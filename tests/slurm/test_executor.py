@@ -55,7 +55,7 @@ def test_job_runs_in_the_batch_step_of_all_its_nodes(slurm_cluster, tmp_path):
     assert env["SUBMITIT_EXECUTOR"] == "orc" and env["FROM_SETUP"] == "a b"
     comment = subprocess.run(["scontrol", "show", "job", job.job_id], capture_output=True, text=True, check=True)
     assert "Comment=it's \"quoted\" # here" in comment.stdout
-    assert wait_until_over(job.job_id, timeout_s=20) == "COMPLETED|0:0"
+    assert wait_until_over(job.job_id) == "COMPLETED|0:0"
     assert job.done(force_check=True) and job.watcher.get_state(job.job_id, mode="force") == "COMPLETED"
 
 
@@ -112,13 +112,13 @@ def test_without_sbatch_the_dry_run_works_and_the_submission_says_why_not(tmp_pa
 @pytest.mark.parametrize("code", EXIT_CODES)
 def test_exit_code_of_the_function_is_the_jobs(slurm_cluster, submit, tmp_path, code):
     job = submit(slurm_jobs.fail, str(tmp_path / "told"), code, run_dir=tmp_path)
-    assert wait_until_over(job.job_id, timeout_s=30) == (f"FAILED|{code}:0" if code else "COMPLETED|0:0")
+    assert wait_until_over(job.job_id) == (f"FAILED|{code}:0" if code else "COMPLETED|0:0")
 
 
 def test_a_failing_setup_line_ends_the_job_and_is_named(slurm_cluster, submit, tmp_path):
     job = submit(slurm_jobs.probe, str(tmp_path / "told"), run_dir=tmp_path,
                  setup=("if true; then", "  false || true", "fi", "no_such_module load", "echo not reached"))
-    assert wait_until_over(job.job_id, timeout_s=30) == "FAILED|1:0" and not (tmp_path / "told").exists()
+    assert wait_until_over(job.job_id) == "FAILED|1:0" and not (tmp_path / "told").exists()
     script = job.paths.submission_file.read_text().splitlines()
     assert f"setup failed at line {script.index('no_such_module load') + 1} " in (
         RunDir(tmp_path).supervisor_log.read_text())
@@ -126,13 +126,13 @@ def test_a_failing_setup_line_ends_the_job_and_is_named(slurm_cluster, submit, t
 
 def test_usr2_reaches_the_function_and_scancel_ends_it(slurm_cluster, submit, tmp_path):
     job = submit(slurm_jobs.wait_for_signals, str(tmp_path / "told"), run_dir=tmp_path)
-    start, = wait_until(lambda: told(tmp_path / "told"), timeout_s=30, what="start")
+    start, = wait_until(lambda: told(tmp_path / "told"), what="start")
     assert start["term_ends"], "SIGTERM is caught or ignored before the supervisor takes it: submitit does so"
     subprocess.run(["scancel", "--batch", "--signal=USR2", job.job_id], check=True)
-    wait_until(lambda: told(tmp_path / "told")[-1]["event"] == "SIGUSR2", timeout_s=10, what="USR2")
+    wait_until(lambda: told(tmp_path / "told")[-1]["event"] == "SIGUSR2", what="USR2")
     SlurmExecutor().cancel(job.job_id)
-    wait_until(lambda: told(tmp_path / "told")[-1]["event"] == "SIGTERM", timeout_s=10, what="TERM")
-    assert wait_until_over(job.job_id, timeout_s=20).startswith("CANCELLED by 0|")
+    wait_until(lambda: told(tmp_path / "told")[-1]["event"] == "SIGTERM", what="TERM")
+    assert wait_until_over(job.job_id).startswith("CANCELLED by 0|")
     assert not process_of_job_lives(start["child"], slurm_cluster), "a child in its own session outlived the job"
     assert job.done(force_check=True)
 
@@ -141,7 +141,7 @@ def test_usr2_during_setup_does_not_end_the_job(slurm_cluster, submit, tmp_path)
     gate = tmp_path / "gate"
     job = submit(slurm_jobs.probe, str(tmp_path / "told"), run_dir=tmp_path,
                  setup=(f"touch {tmp_path}/in-setup; while [[ ! -e {gate} ]]; do sleep 0.1; done",))
-    wait_until((tmp_path / "in-setup").exists, timeout_s=30, what="setup started")
+    wait_until((tmp_path / "in-setup").exists, what="setup started")
     subprocess.run(["scancel", "--batch", "--signal=USR2", job.job_id], check=True)
     gate.touch()
     assert job.result() == "told"
@@ -149,12 +149,12 @@ def test_usr2_during_setup_does_not_end_the_job(slurm_cluster, submit, tmp_path)
 
 def test_requeue_is_refused_unless_asked_for(slurm_cluster, submit, tmp_path):
     job = submit(slurm_jobs.requeue_once, str(tmp_path / "no"), run_dir=tmp_path / "a")
-    assert wait_until_over(job.job_id, timeout_s=30) == "FAILED|1:0" and len(told(tmp_path / "no")) == 1
+    assert wait_until_over(job.job_id) == "FAILED|1:0" and len(told(tmp_path / "no")) == 1
     job = submit(slurm_jobs.requeue_once, str(tmp_path / "yes"), run_dir=tmp_path / "b", extra={"requeue": True})
-    wait_until(lambda: len(told(tmp_path / "yes")) == 2, timeout_s=60, what="second life",
+    wait_until(lambda: len(told(tmp_path / "yes")) == 2, what="second life",
                details=lambda: str(told(tmp_path / "yes")))
     assert [line["restart"] for line in told(tmp_path / "yes")] == ["0", "1"]
-    assert wait_until_over(job.job_id, timeout_s=20) == "COMPLETED|0:0"
+    assert wait_until_over(job.job_id) == "COMPLETED|0:0"
 
 
 def process_of_job_lives(pid: int, cluster) -> bool:

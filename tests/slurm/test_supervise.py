@@ -62,14 +62,14 @@ def history(run_dir: RunDir, event: str) -> list[dict]:
 
 
 def wait_for_ranks(tmp_path: Path, run_dir: RunDir) -> None:
-    wait_until(lambda: len(list(tmp_path.glob("started-*"))) == 8, timeout_s=60, what="eight ranks",
+    wait_until(lambda: len(list(tmp_path.glob("started-*"))) == 8, what="eight ranks",
                details=run_dir.supervisor_log.read_text)
 
 
 @pytest.mark.parametrize("code, restarts, job, state, attempts", RUNS, ids=[state for *_, state, _ in RUNS])
 def test_the_jobs_end_is_the_runs(submit, code, restarts, job, state, attempts):
     job_id, run_dir = submit(code, f"policy.max_restarts={restarts}")
-    assert wait_until_over(job_id, timeout_s=90) == job
+    assert wait_until_over(job_id) == job
     assert history(run_dir, "run_ended")[-1]["state"] == state
     assert len(history(run_dir, "attempt_started")) == attempts
     assert {line["job_id"] for line in history(run_dir, "run_started")} == {job_id}
@@ -85,7 +85,7 @@ def test_scancel_ends_the_run_without_a_restart_and_leaves_no_rank(slurm_cluster
     look = "grep -zl ^STARTED= /proc/[0-9]*/environ 2>/dev/null; true"
     assert "/proc/" in slurm_cluster.command("exec", "n3", "sh", "-c", look)
     subprocess.run(["scancel", job_id], check=True)
-    assert wait_until_over(job_id, timeout_s=20).startswith("CANCELLED by 0|")
+    assert wait_until_over(job_id).startswith("CANCELLED by 0|")
     assert SlurmExecutor().state(job_id) == "cancelled"
     assert len(history(run_dir, "attempt_started")) == 1
     assert history(run_dir, "run_ended")[-1]["state"] == "stopped"
@@ -97,7 +97,7 @@ def test_slurms_warning_ends_the_run_as_a_time_limit(submit, tmp_path):
     job_id, run_dir = submit(SLEEP, "policy.max_restarts=5")
     wait_for_ranks(tmp_path, run_dir)
     subprocess.run(["scancel", "--batch", "--signal=USR2", job_id], check=True)
-    assert wait_until_over(job_id, timeout_s=30).startswith("FAILED|")
+    assert wait_until_over(job_id).startswith("FAILED|")
     assert [line["kind"] for line in history(run_dir, "diagnosis")] == ["time_limit"]
 
 

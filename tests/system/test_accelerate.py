@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs.spec.events import Decision, Diagnosis, StepReport
+from jobs.spec.events import Decision, Diagnosis
+from jobs.spec.reports import StepReport
 from tests.helpers.orc import ROOT, command_run, events, orc
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ def test_the_demo_plans_trains_loses_a_rank_recovers_and_reports(tmp_path: Path)
     for word in ("dp_shard=2", "tp=2", "pp=2", "memory", "communication", "bubble", "rejected"):
         assert word in plan
 
-    seen = orc("run", DEMO, f"root={tmp_path}", check=True).stdout
+    seen = orc("run", DEMO, f"root={tmp_path}", "policy.settle_s=3600", check=True).stdout  # every rank ends by itself
     assert "rank 3 on node-0 was killed by SIGKILL" in seen
     assert "restart from step 30" in seen
 
@@ -25,7 +25,7 @@ def test_the_demo_plans_trains_loses_a_rank_recovers_and_reports(tmp_path: Path)
     assert summary["losses"]["1"] > 5 and summary["final_loss"] < 3
     assert list(summary["validation_losses"]) == ["20", "40", "60"] and "validation after step 20  loss " in seen
     assert summary["validation_losses"]["20"] > summary["validation_losses"]["60"] > 1
-    assert 0 < summary["goodput"]["validation_s"] < 10
+    assert 0 < summary["goodput"]["validation_s"] < summary["goodput"]["wall_s"] / 2
     assert summary["tokens_per_s"] > 0 and 0 < summary["mfu"] < 1
 
     status = orc("status", run_dir, check=True).stdout

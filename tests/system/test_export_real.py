@@ -81,7 +81,8 @@ def planned(name: str) -> Plan:
                        "layers_per_stage": split_layers(model.num_layers,
                                                         dims.pp * rest.get("virtual_stages", 1))} | rest)
     job = PlannedJob(model=model.name, num_params=1, cluster="h100", num_nodes=-(-dims.world_size // 8),
-                     gpus_per_node=8, gpu="h100", seq_len=4096, global_batch_size=layout.slots, param_dtype="bfloat16", headroom=0.1)
+                     gpus_per_node=8, gpu="h100", seq_len=4096, global_batch_size=layout.slots, param_dtype="bfloat16",
+                     headroom=0.1)
     return dataclasses.replace(priced(), job=job, layout=layout)
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jobs.spec.events import AttemptStarted, Diagnosis, RunEnded, StepReport
-from tests.helpers.orc import POLICY, ROOT, command_run, events, orc, wait_for
+from jobs.spec.events import AttemptStarted, Diagnosis, RunEnded
+from jobs.spec.reports import StepReport
+from tests.helpers.orc import POLICY, ROOT, TIMEOUT_S, command_run, events, orc, wait_for
 
 FIRST = "import os, sys, time\nfirst = os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'\n"
 # each daemon leaves its parent's session and starts the next one
@@ -54,7 +55,7 @@ def test_a_stopped_fork_server_costs_one_attempt(tmp_path: Path) -> None:
     wait_for(lambda: only(run_dir, StepReport), what="a step")
     server = next(p for p in psutil.process_iter() if _is_fork_server_of(p, run_dir))
     server.suspend()
-    ended = wait_for(lambda: only(run_dir, RunEnded), what="the end", timeout_s=120)
+    ended = wait_for(lambda: only(run_dir, RunEnded), what="the end")
     assert ended[0].state == "completed" and [d.kind for d in only(run_dir, Diagnosis)] == ["hang", "completed"]
     assert len(only(run_dir, AttemptStarted)) == 2 and not server.is_running()
 
@@ -91,11 +92,11 @@ def test_ctrl_c_between_submission_and_following_stops_the_run(tmp_path: Path, v
         orc("stop", run_dir, check=True)
         wait_for(lambda: only(run_dir, RunEnded), what="the first end")
     done = subprocess.run([sys.executable, "-c", INTERRUPTED, verb, str(run_file if verb == "run" else run_dir)],
-                          cwd=ROOT, capture_output=True, text=True, timeout=120, env=os.environ | {"COLUMNS": "120"})
+                          cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S,
+                          env=os.environ | {"COLUMNS": "120"})
     assert done.returncode == 3 and "stopped" in done.stdout, done.stdout + done.stderr  # whoever it was that answered
     assert only(run_dir, RunEnded)[-1].state == "stopped"
-    wait_for(lambda: not [p for p in psutil.process_iter() if str(run_dir) in _cmdline(p)], what="an empty machine",
-             timeout_s=10)
+    wait_for(lambda: not [p for p in psutil.process_iter() if str(run_dir) in _cmdline(p)], what="an empty machine")
 
 
 def _cmdline(process: psutil.Process) -> list[str]:

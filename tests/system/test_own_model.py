@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs.spec.events import Diagnosis, StepReport
+from jobs.spec.events import Diagnosis
+from jobs.spec.reports import StepReport
 from jobs.spec.rundir import RunDir
 from tests.helpers.orc import ROOT, events, orc, training_run
 

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from jobs.spec.events import (AttemptStarted, CheckpointSaved, Decision, Diagnosis, FaultInjected, RankError, RunEnded,
-                              StepReport)
-from tests.helpers.orc import POLICY, ROOT, command_run, events, orc, report, wait_for
+from jobs.spec.events import AttemptStarted, Decision, Diagnosis, RunEnded
+from jobs.spec.reports import CheckpointSaved, FaultInjected, RankError, StepReport, ValidationReport
+from orchestrator.monitoring.wandb_files import read_records
+from tests.helpers.orc import ALL_END, POLICY, ROOT, TIMEOUT_S, command_run, events, orc, report, wait_for
 
 STEPS = 12
-DDP = ["configs.examples.ddp_trainer", "--steps", str(STEPS), "--save-every", "4"]
+DDP = ["configs.examples.ddp_trainer", "--steps", str(STEPS), "--save-every", "4", "--validate-every", "5"]
 # how the DDP script is given → sections of the run file
 FORMS = {
     "entrypoint": {"entrypoint": "configs.examples.ddp_trainer:main", "arguments": DDP[1:], "command": None},
@@ -28,7 +29,7 @@ def only(run_dir: Path, kind: type) -> list:
 
 def own_run(folder: Path, form: str = "entrypoint", **more) -> Path:
     folder.mkdir(exist_ok=True)
-    return command_run(folder, "", nodes=1, ranks=2, **FORMS[form], **more)
+    return command_run(folder, "", nodes=1, ranks=2, policy=ALL_END, **FORMS[form], **more)
 
 
 def log(run_dir: Path, *, attempt: int, rank: int = 0) -> str:
@@ -44,6 +45,8 @@ def test_a_ddp_script_that_loses_a_rank_ends_where_it_would_have_ended(tmp_path:
     assert log(whole, attempt=1).splitlines()[-1] == log(hurt, attempt=2).splitlines()[-1]  # the loss, to 10 digits
     assert [s.step for s in only(hurt, StepReport)] == [*range(1, 7), *range(5, STEPS + 1)]
     assert [s.loss for s in only(hurt, StepReport)][6:] == [s.loss for s in only(whole, StepReport)][4:]
+    of_whole, of_hurt = ([(v.step, v.loss) for v in only(run_dir, ValidationReport)] for run_dir in (whole, hurt))
+    assert [step for step, _ in of_whole] == [5, 10] and of_hurt == [of_whole[0], *of_whole]
     assert [f.fault for f in only(hurt, FaultInjected)] == ["sigkill"]
     assert [d.kind for d in only(hurt, Diagnosis)] == ["crash", "completed"]
     assert [d.resume_step for d in only(hurt, Decision)][0] == 4 == only(hurt, CheckpointSaved)[0].step
@@ -55,12 +58,40 @@ def test_a_script_that_is_started_behind_its_last_step_ends_well(tmp_path: Path)
     """As after a hang at its end, or a resume of what was complete."""
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for _ in range(2):
-        subprocess.run([sys.executable, "-m", *DDP, "--folder", str(tmp_path)], check=True, cwd=ROOT, timeout=60,
+        subprocess.run([sys.executable, "-m", *DDP, "--folder", str(tmp_path)], check=True, cwd=ROOT, timeout=TIMEOUT_S,
                        env=os.environ | alone)
 
 
+VALIDATES = ("import time\nfrom jobs import report\nreport.validation(0, loss=9)\n"
+             "for step in range(1, 7):\n    time.sleep(0.02)\n    report.step(step, loss=1 / step, tokens=8)\n"
+             "    if step % 2 == 0:\n        time.sleep(0.4)\n"
+             "        report.validation(step, loss=2 / step, tokens=32)\n")
+
+
+def test_a_trainer_tells_its_validations_and_no_step_takes_their_time(tmp_path: Path) -> None:
+    orc("run", command_run(tmp_path, VALIDATES, nodes=1, wandb={"mode": "offline"}), check=True)
+    run_dir = tmp_path / "runs" / "tiny"
+    steps, (first, *validated) = only(run_dir, StepReport), only(run_dir, ValidationReport)
+    assert (first.step, first.loss, first.tokens) == (0, 9.0, None)
+    assert first.validation_s is steps[0].step_time_s is None
+    losses = [(v.step, v.loss) for v in validated]
+    assert losses == [(2, 1.0), (4, 0.5), (6, 1 / 3)] and {(v.rank, v.tokens) for v in validated} == {(0, 32)}
+    told = sum(s.step_time_s for s in steps[1:]) + sum(v.validation_s for v in validated)
+    assert told == pytest.approx(validated[-1].t - steps[0].t, abs=0.3)  # every second once: 1.2 s are validation
+    made = report(run_dir)
+    assert made["validation_losses"] == {str(step): loss for step, loss in [(0, 9.0), *losses]}
+    assert made["goodput"]["validation_s"] == pytest.approx(sum(v.validation_s for v in validated), abs=0.3)
+    assert "validation after step 6  loss 0.3333  32 tokens in " in orc("status", run_dir, check=True).stdout
+    [log] = (run_dir / "wandb").glob("offline-run-*/*.wandb")
+    rows = [{item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            for record in read_records(log) if record.HasField("history")]
+    assert [(row["val/step"], row["val/loss"]) for row in rows if "val/step" in row] == [(0, 9.0), *losses]
+    assert ["val/validation_s" in row for row in rows if "val/step" in row] == [False, True, True, True]
+
+
 GARBAGE = ["step('x')", "step(-1)", "step(1.5)", "step(2**70)", "step(1, tokens='many')", "step(1, loss='low')",
-           "checkpoint(None)"]
+           "step(1, lr=[])", "checkpoint(None)", "validation(1, loss=None)", "validation(-1, loss=1)",
+           "validation(1, loss=1, tokens='many')"]
 
 
 def test_garbage_is_told_to_who_reports_it_and_to_nobody_else(tmp_path: Path) -> None:
@@ -130,7 +161,7 @@ def test_a_trainer_that_reports_and_stops_reporting_hangs(tmp_path: Path) -> Non
 SILENT = {
     "unknown is not failed": ("", None, False),
     "told to judge by output": ("print('started', flush=True); ", 2.0, True),
-    "output is a sign of life": ("[(print('.', flush=True), time.sleep(0.5)) for _ in range(9)]; first = False; ", 2.0,
+    "output is a sign of life": ("[(print('.', flush=True), time.sleep(0.1)) for _ in range(60)]; first = False; ", 4.0,
                                  False),
 }
 
@@ -167,6 +198,7 @@ def test_an_own_trainer_is_stopped_and_resumed_like_any_other(tmp_path: Path) ->
 
 def test_a_script_without_orc_reports_to_nobody() -> None:
     program = ("import sys; from jobs import report; report.step(1, loss=0.5); report.checkpoint(1); "
+               "report.validation(1, loss=0.5); "
                "print('torch' in sys.modules)")
     env = {name: value for name, value in os.environ.items() if not name.startswith("ORC_")}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, env=env)

@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # Lowest first; a module may import its own layer and those below. Names are prefixes of module names.
 JOBS = [
     ("jobs.spec",),
-    ("jobs.mesh", "jobs.runtime", "jobs.model", "jobs.tokens", "jobs.data", "jobs.loader", "jobs.loss", "jobs.recorder", "jobs.report",
-     "jobs.process", "jobs.node", "jobs.listener", "jobs.faults", "jobs.safetensors", "jobs.weights",
+    ("jobs.mesh", "jobs.runtime", "jobs.model", "jobs.tokens", "jobs.data", "jobs.loader", "jobs.loss", "jobs.recorder",
+     "jobs.report", "jobs.process", "jobs.node", "jobs.listener", "jobs.faults", "jobs.safetensors", "jobs.weights",
      "jobs.hub_config", "jobs.pretended"),
     ("jobs.parallel", "jobs.optim", "jobs.checkpoint", "jobs.metrics", "jobs.export"),
     ("jobs.own",),
@@ -142,3 +142,10 @@ def test_torch_is_not_loaded_by(module: str) -> None:
     check = f"import sys, {module}; assert 'torch' not in sys.modules, 'torch is loaded'"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
+
+
+def test_no_line_is_longer_than_120_characters() -> None:
+    long = [f"{path.relative_to(ROOT)}:{number}" for folder in ("jobs", "orchestrator", "configs", "deploy", "tests")
+            for path in (ROOT / folder).rglob("*.py")
+            for number, line in enumerate(path.read_text().splitlines(), start=1) if len(line) > 120]
+    assert not long

@@ -1,18 +1,20 @@
 """Committing, choosing and pruning checkpoints: a step exists whole, or not at all."""
 import dataclasses
 import json
+import math
 import zlib
 from pathlib import Path
 
 import pytest
 
-from jobs.spec.events import ShardFile, ShardReport
 from jobs.spec.job import JobSpec
+from jobs.spec.reports import ShardFile, ShardReport
 from jobs.spec.rundir import INDEX, MANIFEST, RunDir, rank_index
 from jobs.spec.training import CheckpointSpec
 from orchestrator.supervision.commit import CommitError, commit, newest_usable, prune, remove_unfinished
 from orchestrator.supervision.journal import Journal
 from orchestrator.supervision.keeper import Keeper
+from tests.helpers.histories import step_report
 
 WORLD = 3
 
@@ -57,6 +59,16 @@ def test_a_step_is_complete_with_its_last_rank(run_dir: RunDir) -> None:
     assert keeper.complete(a) is None and keeper.complete(a) is None and keeper.complete(b) is None
     assert keeper.complete(dataclasses.replace(c, attempt=2)) is None
     assert keeper.complete(c) == (a, b, c)
+
+
+@pytest.mark.parametrize("attempt, kept", [(1, [4]), (2, [4, 6, 8])], ids=["of this attempt", "of another"])
+def test_nothing_is_kept_from_the_step_on_that_lost_the_loss(run_dir: RunDir, attempt: int, kept: list[int]) -> None:
+    """Whenever it is told: before the last shard of a step before it, or while the ranks are being ended."""
+    keeper = Keeper(run_dir, journal=Journal(run_dir.events), keep=1, say=print)
+    keeper.begin(job(run_dir))
+    keeper.note(step_report(attempt=attempt, step=6, t=0.0, loss=math.nan))
+    keeper.note(step_report(attempt=attempt, step=7, t=0.0, loss=1.0))
+    assert [step for step in (4, 6, 8) if any(map(keeper.complete, write_shards(run_dir, step)))] == kept
 
 
 def test_commit_renames_and_lists_every_file(run_dir: RunDir) -> None:

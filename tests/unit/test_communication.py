@@ -96,7 +96,7 @@ def test_hsdp_reduces_the_shard_over_the_replicas():
 
 @pytest.mark.parametrize("pp,m,zero_stage,stage,expected", GATHERS)
 def test_gathers_per_step(pp, m, zero_stage, stage, expected):
-    layout = layout_of(SMALL, dims={"pp": pp}, num_microbatches=m, zero_stage=zero_stage)
+    layout = layout_of(SMALL, dims={"pp": pp, "dp_shard": 2}, num_microbatches=m, zero_stage=zero_stage)
     assert gather_passes(layout, stage=stage) == expected
 
 

@@ -43,7 +43,8 @@ REFUSALS = [
     ("not a number", "", ["training.optimizer.lr=.nan"], ["training.optimizer.lr: nan is not a finite number"]),
     ("endless", "", ["policy.heartbeat_s=.inf"], ["policy.heartbeat_s: inf is not a finite number"]),
     ("beta", "", ["training.optimizer.beta1=2"], ["training.optimizer.beta1: 2.0 must be below 1"]),
-    ("huge seed", "", ["training.seed=100000000000000000000000"], ["training.seed: 100000000000000000000000 is too large"]),
+    ("huge seed", "", ["training.seed=100000000000000000000000"],
+     ["training.seed: 100000000000000000000000 is too large"]),
     ("fault before the first step", "faults: [{attempt: 1, step: 0, rank: 0, kind: exit}]\n", [],
      ["faults[0].step: 0 must be at least 1 (run.yaml:6)"]),
     ("weights that a command alone has", "faults: [{attempt: 1, step: 1, rank: 0, kind: nan}]\ncommand: [sh]\n", [],
@@ -84,7 +85,8 @@ def refusal(run_file: Path, overrides: list[str]) -> str:
 
 
 @pytest.mark.parametrize("text, overrides, parts", [case[1:] for case in REFUSALS], ids=[case[0] for case in REFUSALS])
-def test_refusal_names_value_origin_and_remedy(run_file: Path, text: str, overrides: list[str], parts: list[str]) -> None:
+def test_refusal_names_value_origin_and_remedy(run_file: Path, text: str, overrides: list[str],
+                                               parts: list[str]) -> None:
     run_file.write_text(RUN + text)
     message = refusal(run_file, overrides)
     for part in parts:
@@ -123,8 +125,8 @@ def test_resolved_yaml_loads_to_an_equal_config(run_file: Path) -> None:
     assert load(resolved) == config
 
 
-UNREADABLE = [("latin-1", "run: caf\u00e9".encode("latin-1")), ("nesting", b"a: " + b"[" * 3000), ("digits", b"run: " + b"9" * 5000),
-              ("a list", b"- a"), ("a tab", b"a:\n\t- b"), ("a folder", None)]
+UNREADABLE = [("latin-1", "run: caf\u00e9".encode("latin-1")), ("nesting", b"a: " + b"[" * 3000),
+              ("digits", b"run: " + b"9" * 5000), ("a list", b"- a"), ("a tab", b"a:\n\t- b"), ("a folder", None)]
 
 
 @pytest.mark.parametrize("content", [c[1] for c in UNREADABLE], ids=[c[0] for c in UNREADABLE])

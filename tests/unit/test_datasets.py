@@ -8,7 +8,7 @@ import pytest
 from jobs.data.writer import TokenWriter
 from jobs.spec.load import SpecError
 from jobs.spec.rundir import RunDir
-from jobs.spec.tokens import all_data
+from jobs.spec.sources import all_data
 from jobs.spec.training import DataSpec, SourceSpec, TrainingSpec, ValidationSpec
 from orchestrator.datasets import FILES, absolute_data, data_problems, refuse_changed_files
 from orchestrator.load import load, load_traced, read_stored
@@ -44,8 +44,8 @@ WRONG = {
                                                      SourceSpec(path="other.bin", weight=1e-6)]), {}, {},
                             ["data.sources[1].weight: 1e-06 is less than one sample in 65,536"]),
     "two tokenizers": (dict(path=None, sources=[SourceSpec(path="some.txt"), SourceSpec(path="strange.bin")]), {}, {},
-                       ["data.sources[1].path: 'strange.bin' is made with another tokenizer (t) than the sources before "
-                        "it (bytes)"]),
+                       ["data.sources[1].path: 'strange.bin' is made with another tokenizer (t) than the sources "
+                        "before it (bytes)"]),
 }
 FINE = {
     "a token file": dict(),
@@ -59,14 +59,15 @@ FINE = {
 PLACE = "training.validation.data"
 VALIDATED = {
     "it fits exactly": (dict(path="good.bin"), 15, None),
-    "a sequence would be used twice": (dict(path="good.bin"), 16, "training.validation.batches: 16 of 4 sequences of 16 "
-                                       "tokens take 64 sequences of good.bin, which holds 62 (1,000 tokens); try 15, or"),
-    "not even one batch": (dict(path="tiny.bin"), 1, "training.validation.batches: 1 of 4 sequences of 16 tokens take 4 "
-                           "sequences of tiny.bin, which holds 3 (50 tokens); give more data"),
+    "a sequence would be used twice": (dict(path="good.bin"), 16, "training.validation.batches: 16 of 4 sequences of "
+                                       "16 tokens take 64 sequences of good.bin, which holds 62 (1,000 tokens); "
+                                       "try 15, or"),
+    "not even one batch": (dict(path="tiny.bin"), 1, "training.validation.batches: 1 of 4 sequences of 16 tokens take "
+                           "4 sequences of tiny.bin, which holds 3 (50 tokens); give more data"),
     "a source of a mixture is too short": (
         dict(sources=[SourceSpec(path="good.bin"), SourceSpec(path="other.bin", weight=3.0)]), 5,
-        "training.validation.batches: 5 of 4 sequences of 16 tokens take 15 sequences of other.bin, which holds 12 (200 "
-        "tokens); try 4"),
+        "training.validation.batches: 5 of 4 sequences of 16 tokens take 15 sequences of other.bin, which holds 12 "
+        "(200 tokens); try 4"),
     "and one that is just long enough": (
         dict(sources=[SourceSpec(path="good.bin"), SourceSpec(path="other.bin", weight=3.0)]), 4, None),
     "no file": (dict(path="nowhere"), 1, f"{PLACE}.path: 'nowhere' does not exist"),
@@ -181,8 +182,8 @@ NOT_THERE = {
     "a trainer of one's own": ({"model": None, "command": ["sh"]}, "training.validation: 100 is what the built-in "
                                "trainer does; a trainer of your own validates itself"),
     "documents of an own model": (
-        {"model": {"entrypoint": "a.b:c", "vocab_size": 300}}, "training.validation.data.document_mask: True is for the "
-        "decoders that orc builds; an own model is given tokens alone"),
+        {"model": {"entrypoint": "a.b:c", "vocab_size": 300}}, "training.validation.data.document_mask: True is for "
+        "the decoders that orc builds; an own model is given tokens alone"),
 }
 
 

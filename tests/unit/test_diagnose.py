@@ -3,13 +3,15 @@ import dataclasses
 
 import pytest
 
-from jobs.spec.events import AgentLost, Diagnosis, RankError, RankExit
+from jobs.spec.events import AgentLost, Diagnosis
+from jobs.spec.reports import RankError, RankExit
 from orchestrator.supervision.diagnose import diagnose
 from orchestrator.supervision.observe import Health, observe
 
 
 def error(rank: int, t: float, type: str, message: str = "", step: int = 7) -> RankError:
-    return RankError(attempt=1, rank=rank, step=step, t=t, type=type, message=message, traceback=f"…\n{type}: {message}")
+    return RankError(attempt=1, rank=rank, step=step, t=t, type=type, message=message,
+                     traceback=f"…\n{type}: {message}")
 
 
 def end(rank: int, t: float, *, code: int | None = None, signal: int | None = None, log: str = "") -> RankExit:
@@ -22,8 +24,8 @@ def lost(node: str, t: float, last_heard: float | None = None) -> AgentLost:
 
 
 ECHO = "Connection closed by peer [127.0.0.1]:3456"
-TRACEBACK = "step 3\nTraceback (most recent call last):\n  File \"t.py\", line 3, in <module>\n    f()\nmy.pkg.BadData: row 7\n"
-
+TRACEBACK = ("step 3\nTraceback (most recent call last):\n  File \"t.py\", line 3, in <module>\n    f()\n"
+             "my.pkg.BadData: row 7\n")
 CHAINED = (TRACEBACK + "\nThe above exception was the direct cause of the following exception:\n\n"
            "Traceback (most recent call last):\n  File \"s.py\", line 1\nRuntimeError: \n      stage 0 failed\n")
 HANDLED = TRACEBACK.replace("BadData", "Ignored") + "step 4\n" + TRACEBACK
@@ -32,10 +34,11 @@ HANDLED = TRACEBACK.replace("BadData", "Ignored") + "step 4\n" + TRACEBACK
 CASES = [
     ("a kill beats its echoes", [error(5, 10.0, "RuntimeError", ECHO), end(5, 10.1, code=1), end(3, 10.05, signal=9)],
      "crash", "rank 3 on node-0 was killed by SIGKILL", ("rank 3 on node-0",)),
-    ("an earlier echo does not win", [error(5, 9.0, "RuntimeError", ECHO), end(5, 9.1, code=1), end(3, 10.0, signal=11)],
+    ("an earlier echo does not win", [error(5, 9.0, "RuntimeError", ECHO), end(5, 9.1, code=1),
+                                      end(3, 10.0, signal=11)],
      "crash", "SIGSEGV", ("rank 3 on node-0",)),
-    ("the earliest of two roots", [error(6, 11.0, "ValueError", "b"), end(6, 11.1, code=1), error(2, 10.0, "KeyError", "a"),
-                                   end(2, 10.1, code=1)],
+    ("the earliest of two roots", [error(6, 11.0, "ValueError", "b"), end(6, 11.1, code=1),
+                                   error(2, 10.0, "KeyError", "a"), end(2, 10.1, code=1)],
      "crash", "rank 2 on node-0 raised KeyError: a", ("rank 2 on node-0", "rank 6 on node-1")),
     ("only echoes", [error(1, 10.0, "DistNetworkError", "timed out after 600 s"), end(1, 10.1, code=1)],
      "crash", "rank 1 on node-0 raised DistNetworkError", ("rank 1 on node-0",)),

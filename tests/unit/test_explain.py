@@ -181,7 +181,8 @@ def test_the_command_refuses_without_a_traceback(tmp_path):
     for arguments in (("plan", tmp_path / "no.json", "--diff", tmp_path / "no.json"), ("export", tmp_path / "no.json",
                                                                                        "--to", "x"),
                       ("plan", ROOT / "configs/runs/demo.yaml", "--explain", "tpp=1"),
-                      ("plan", ROOT / "configs/runs/own_trainer.yaml"), ("verify", ROOT / "configs/runs/own_trainer.yaml"),
+                      ("plan", ROOT / "configs/runs/own_trainer.yaml"),
+                      ("verify", ROOT / "configs/runs/own_trainer.yaml"),
                       ("plan", ROOT / "configs/runs/demo.yaml", "--from", tmp_path / "no.json")):
         done = orc(*arguments)
         assert done.returncode == 2 and done.stderr.startswith("orc: ") and "Traceback" not in done.stderr, done.stderr

@@ -8,8 +8,8 @@ import pytest
 
 from jobs.faults import AGENT_PID, EXIT_CODE, InjectedFault, strike
 from jobs.recorder import Recorder
-from jobs.spec.events import FaultInjected
 from jobs.spec.job import FaultSpec
+from jobs.spec.reports import FaultInjected
 from tests.helpers.ranks import collect_ranks
 
 HERE = dict(attempt=1, step=5, rank=0)
@@ -49,7 +49,7 @@ def test_agent_kill_ends_the_agent_and_not_the_rank(monkeypatch):
     agent = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     monkeypatch.setitem(os.environ, AGENT_PID, str(agent.pid))
     strike((FaultSpec(**HERE, kind="agent_kill"),), **HERE, recorder=Told())
-    assert agent.wait(timeout=10) == -9
+    assert agent.wait(timeout=60) == -9
     agent.stdin.close()
 
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from jobs.spec.events import (AgentLost, AttemptStarted, CheckpointCommitted, Decision, Diagnosis, RankError, RankExit,
-                              RunEnded, RunStarted, StepReport, ValidationReport)
+from jobs.spec.events import AgentLost, AttemptStarted, CheckpointCommitted, Decision, Diagnosis, RunEnded, RunStarted
+from jobs.spec.reports import RankError, RankExit, StepReport, ValidationReport
 from orchestrator.monitoring.goodput import PARTS, goodput, kept_steps
 from orchestrator.monitoring.history import Submission
 from tests.helpers.histories import LAYOUT, NODES, T0, step_report, two_attempts

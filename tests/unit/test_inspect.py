@@ -24,7 +24,7 @@ def test_the_facts_are_printed_under_any_name(name, tokens, capsys):
     rows = {line[:17].strip(): line[17:] for line in said.splitlines()}
     assert rows["tokens"] == "13" and rows["documents"] == "2" and rows["vocabulary"] == "256"
     assert rows["per token"] == "uint8" and rows["tokenizer"] == "bytes" and rows["end of document"] == "token 0"
-    assert rows["document 0"] == repr("first\0second\0") and rows["document 1"] == repr("second\0")
+    assert rows["document 0"] == repr("first\0") and rows["document 1"] == repr("second\0")
     assert rows["largest token"] == "116"
 
 

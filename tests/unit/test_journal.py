@@ -66,6 +66,6 @@ def test_two_supervisors_never_write_one_history(tmp_path: Path) -> None:
     answer = context.Queue()
     second = context.Process(target=_try_to_open, args=(path, answer))
     second.start()
-    assert "another supervisor" in answer.get(timeout=10)
+    assert "another supervisor" in answer.get(timeout=60)
     second.join()
     first.close()

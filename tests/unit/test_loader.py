@@ -205,7 +205,7 @@ def test_the_next_batches_are_read_before_they_are_asked_for(folder):
     read, begun = reading._read, {cursor: threading.Event() for cursor in range(3)}
     reading._read = lambda cursor: begun[cursor].set() or read(cursor)
     reading.batch(0)
-    assert all(event.wait(timeout=20) for event in begun.values())
+    assert all(event.wait(timeout=60) for event in begun.values())
     reading.close()
 
 

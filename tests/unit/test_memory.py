@@ -7,9 +7,10 @@ from jobs.spec.counts import layer_params, num_params
 from jobs.spec.model import MlaSpec, ModelSpec, MoeSpec
 from orchestrator.planner.activations import BlockShape, block_activation_bytes, block_shape
 from orchestrator.planner.cost import heaviest
+from orchestrator.planner.held import held, logits_held
 from orchestrator.planner.memory import in_flight, stage_memory, stage_params
-from orchestrator.planner.schedules import peak_held
-from orchestrator.planner.software import Software
+from orchestrator.planner.peaks import peak_held
+from orchestrator.planner.software import OURS, Software
 from orchestrator.planner.uneven import stage_splits
 from tests.helpers.planning import LLAMA3_8B, LLAMA3_70B, SMALL, h100, layout_of, training
 
@@ -84,8 +85,9 @@ def test_accumulating_microbatches_keeps_unsharded_gradients():
     spec = training(global_batch_size=16)
     once, accumulated = (stage_memory(SMALL, layout_of(SMALL, dims={"dp_shard": 4}, num_microbatches=m),
                                       training=spec, stage=0, device="cuda").gradients_bytes for m in (1, 4))
-    # with one microbatch there are gradients only where the activations that they are made of are gone
-    assert (once, accumulated) == (0, 4 * num_params(SMALL))
+    # with one microbatch there is at most this rank's part of them, and what is on its way
+    assert once <= num_params(SMALL)
+    assert accumulated == pytest.approx(4 * num_params(SMALL), rel=0.02)  # of the model's end rows have taken the place
 
 
 @pytest.mark.parametrize("dims", [{}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 4}, {"pp": 3}])
@@ -174,10 +176,13 @@ def test_our_float32_zero1_keeps_masters_as_rows_of_the_weights():
     one, two = (stage_memory(SMALL, layout_of(SMALL, dims={"dp_shard": 4}, zero_stage=1, num_microbatches=m),
                              training=training(global_batch_size=4 * m), stage=0, device="cuda") for m in (1, 2))
     params, layer = num_params(SMALL), layer_params(SMALL)
-    assert (two.parameters_bytes, two.optimizer_bytes, two.gradients_bytes) == (params, 8 * params / 4, 4 * params)
-    # where one microbatch is all, gradients are reduced unit by unit: rows are what is left, and at most two messages
+    assert (two.parameters_bytes, two.optimizer_bytes) == (params, 8 * params / 4)
+    assert two.gradients_bytes == pytest.approx(4 * params, rel=0.01)  # rows of the first that is reduced beside them
+    # where one microbatch is all, gradients are reduced unit by unit: rows are what is left, and at most two messages,
+    # what comes of one of them, and a matrix's gradient
     beside = one.parameters_bytes + one.gathered_bytes - 4 * params
-    assert 0 <= beside <= 4 * 2 * layer and one.gradients_bytes == 0  # before backward, at the peak
+    assert 0 <= beside <= 4 * ((2 + 1 / 4) * layer + SMALL.dim * SMALL.ffn_dim)
+    assert one.gradients_bytes <= params  # this rank's rows, of what backward has left
 
 
 def test_microbatches_of_whole_weights_are_summed_in_the_message():
@@ -231,10 +236,11 @@ def test_schedules_hold_what_their_papers_say(schedule, v, worth):
     spec = training(global_batch_size=16, seq_len=128, param_dtype="bfloat16")
     shape = block_shape(model, microbatch_size=1, seq_len=128, element_bytes=2, device="cuda")
     block = block_activation_bytes(shape, tp=1, sequence_parallel=True, recompute="none")
-    held = peak_held(schedule, rank=0, pp=4, virtual_stages=v, num_microbatches=16)
-    memory = stage_memory(model, layout, training=spec, stage=0, device="cuda")
-    boundaries = sum(held) * 2 * 2 * 128 * model.dim
-    assert memory.activations_bytes == pytest.approx(worth * block + boundaries)
+    microbatches = peak_held(schedule, rank=0, pp=4, virtual_stages=v, num_microbatches=16)
+    each = held(model, layout, training=spec, rank=0, device="cuda", software=OURS).each
+    boundaries = sum(microbatches) * 2 * 2 * 128 * model.dim
+    assert sum(n * one for n, one in zip(microbatches, each)) == pytest.approx(worth * block + boundaries)
+    assert in_flight(layout, 0) == max(microbatches)
 
 
 def test_experts_are_held_by_their_ep_ranks_and_sharded_over_the_rest():
@@ -256,7 +262,9 @@ def test_context_parallelism_divides_activations_and_logits():
     one, four = (stage_memory(LLAMA3_8B, layout_of(LLAMA3_8B, dims={"cp": cp}), training=spec, stage=0, device="cuda")
                  for cp in (1, 4))
     assert four.activations_bytes == pytest.approx(one.activations_bytes / 4)
-    assert four.logits_bytes == one.logits_bytes / 4 and four.communication_bytes > one.communication_bytes
+    logits = [logits_held(LLAMA3_8B, layout_of(LLAMA3_8B, dims={"cp": cp}), training=spec, software=OURS)
+              for cp in (1, 4)]
+    assert logits[0] == tuple(4 * each for each in logits[1]) and four.communication_bytes > one.communication_bytes
 
 
 # schedule, virtual stages, microbatches for pp=8, recompute, ZeRO: some ranks hold all microbatches at their peak

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jobs.data.mixture import Mixture
-from jobs.spec.tokens import LONGEST_PERIOD, whole_shares
+from jobs.spec.sources import LONGEST_PERIOD, whole_shares
 
 WEIGHTS = {
     "one": (3.0,),

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from jobs.spec.events import (AttemptStarted, CheckpointSaved, Decision, Event, RunEnded, RunStarted, StepReport)
+from jobs.spec.events import AttemptStarted, Decision, Event, RunEnded, RunStarted
+from jobs.spec.reports import CheckpointSaved, StepReport, ValidationReport
 from jobs.spec.rundir import RunDir
 from orchestrator.monitoring.goodput import goodput, kept_steps
 from orchestrator.monitoring.plots import write_plots
@@ -61,7 +62,8 @@ def test_what_is_kept_is_what_the_trainer_goes_on_from(events: list[Event], expe
 
 BARE: list[Event] = [
     RunStarted(t=0, run="own", job_id="1", term=1, host="h", wandb_id=None, max_restarts=5), started(1, t=1),
-    step(1, attempt=1, t=2), step(2, attempt=1, t=3, step_time_s=1.0, loss=0.5), saved(2, attempt=1, t=3.5),
+    step(1, attempt=1, t=2), step(2, attempt=1, t=3, step_time_s=1.0, loss=0.5),
+    ValidationReport(attempt=1, rank=0, step=2, t=3.25, loss=0.75), saved(2, attempt=1, t=3.5),
     RunEnded(t=4, state="completed", final_step=2, reason="done")]
 
 
@@ -75,6 +77,7 @@ def test_every_reader_takes_a_step_of_which_nothing_is_known(tmp_path: Path) -> 
     pictures = write_plots(BARE, ledger=summary.goodput, title="own", folder=tmp_path)
     out.print(render_report(summary, BARE, run_dir=RunDir(tmp_path), pictures=pictures))
     text = out.file.getvalue()
+    assert "validation after step 2  loss 0.7500" in text.splitlines()
     assert "its trainer's own; the newest holds step 2" in text and "nan" not in text and "None" not in text
     assert {picture.name for picture in pictures} == {"loss.png", "throughput.png", "goodput.png"}
 
@@ -82,6 +85,7 @@ def test_every_reader_takes_a_step_of_which_nothing_is_known(tmp_path: Path) -> 
 def test_a_step_without_a_duration_takes_no_productive_time() -> None:
     ledger = goodput(BARE)
     assert (ledger.productive_s, ledger.steps_productive, ledger.wall_s) == (1.0, 2, 4.0)
+    assert ledger.validation_s == 0.0  # nor does such a validation
 
 
 def test_a_row_holds_only_what_is_known() -> None:

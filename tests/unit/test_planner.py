@@ -261,7 +261,7 @@ def test_plans_change_only_on_purpose(name):
 
 
 # Experts make the space ten times as large: more than ten seconds on a busy core.
-@pytest.mark.parametrize("run", [pytest.param(run, id=run.stem, marks=[pytest.mark.slow] if "deepseek" in run.stem else [])
+@pytest.mark.parametrize("run", [pytest.param(run, id=run.stem, marks=[pytest.mark.slow] * ("deepseek" in run.stem))
                                  for run in sorted(RUNS.glob("*.yaml")) if isinstance(load(run).model, ModelSpec)])
 def test_every_run_that_comes_with_orc_can_be_planned_and_shown(run):
     config = load(run)

@@ -40,9 +40,9 @@ def questions(draw):
                                      ffn_dim=st.sampled_from([256, 1024]), first_layer=st.integers(0, 2),
                                      num_shared_experts=st.integers(0, 1)))
     model = ModelSpec(name="m", vocab_size=draw(st.sampled_from([256, 32768])), dim=64 * heads,
-                      num_layers=draw(st.integers(2, 9)), num_heads=heads, num_kv_heads=draw(st.sampled_from([4, heads])),
-                      ffn_dim=draw(st.sampled_from([1024, 4096])), moe=moe,
-                      sliding_window=draw(st.none() | st.just(64)), global_every=2)
+                      num_layers=draw(st.integers(2, 9)), num_heads=heads,
+                      num_kv_heads=draw(st.sampled_from([4, heads])), ffn_dim=draw(st.sampled_from([1024, 4096])),
+                      moe=moe, sliding_window=draw(st.none() | st.just(64)), global_every=2)
     nodes = draw(st.integers(1, 3))
     links = {"inter_node_gb_s": draw(st.sampled_from([1.0, 50.0])),
              "switches": draw(st.just([]) | st.just([SwitchSpec(nodes=1, oversubscription=8.0)]))}

@@ -146,7 +146,7 @@ def test_switch_paths_go_from_the_spine_to_the_leaf(monkeypatch):
 def test_numbers_in_names_sort_as_numbers():
     assert sorted(["n10", "n2", "a1b3", "a1b20", "login", "3"], key=natural) == [
         "3", "a1b3", "a1b20", "login", "n2", "n10"]
-    assert sorted(["n²", "n٣", "n2"], key=natural) == ["n2", "n٣", "n²"]  # digits that are no numbers, and others' digits
+    assert sorted(["n²", "n٣", "n2"], key=natural) == ["n2", "n٣", "n²"]  # no numbers, and others' digits
 
 
 def test_script_asks_for_everything_and_nothing_twice():

@@ -5,9 +5,10 @@ from typing import Literal
 
 import pytest
 
-from jobs.spec.events import Decision, Event, RankExit
+from jobs.spec.events import Decision, Event
 from jobs.spec.load import SpecError, from_dict, to_dict
 from jobs.spec.parallel import ParallelDims, split_layers
+from jobs.spec.reports import RankExit
 from jobs.spec.wire import decode, encode, from_wire, kind_of, to_wire
 
 
@@ -81,7 +82,8 @@ def test_wire_data_is_not_changed_by_reading() -> None:
     assert data == before
 
 
-DIMS = [ParallelDims(), ParallelDims(tp=2, pp=2, dp_shard=2), ParallelDims(dp_replicate=2, dp_shard=3, tp=2, pp=4, cp=2)]
+DIMS = [ParallelDims(), ParallelDims(tp=2, pp=2, dp_shard=2),
+        ParallelDims(dp_replicate=2, dp_shard=3, tp=2, pp=4, cp=2)]
 
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)

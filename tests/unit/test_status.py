@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from jobs.spec.events import AgentLost, AttemptStarted, CheckpointSkipped, Diagnosis, RankError
+from jobs.spec.events import AgentLost, AttemptStarted, CheckpointSkipped, Diagnosis
+from jobs.spec.reports import RankError
 from jobs.spec.rundir import MANIFEST, RunDir
 from orchestrator.monitoring.progress import Progress, progress_line
 from orchestrator.monitoring.report import render_report, write_report

@@ -5,7 +5,8 @@ from statistics import median
 
 import pytest
 
-from jobs.spec.events import AttemptStarted, RunEnded, StepReport
+from jobs.spec.events import AttemptStarted, RunEnded
+from jobs.spec.reports import StepReport
 from jobs.spec.rundir import RunDir
 from orchestrator.monitoring.history import Submission
 from orchestrator.monitoring.summary import summarize, summary_json
@@ -45,8 +46,8 @@ def test_state(events, job_state, state):
 
 def test_json_has_exactly_the_published_keys():
     data = json.loads(summary_json(summarize(EVENTS, run_dir=RUN, submissions=[Submission(t=T0 - 5, job_id="4711")])))
-    assert set(data) == {"state", "final_step", "final_loss", "losses", "validation_losses", "attempts", "tokens_per_s", "mfu",
-                         "goodput", "wandb"}
+    assert set(data) == {"state", "final_step", "final_loss", "losses", "validation_losses", "attempts", "tokens_per_s",
+                         "mfu", "goodput", "wandb"}
     assert data["wandb"] == {"id": "demo-3f9c2a1b", "dir": "/runs/demo/wandb"}
     assert list(data["losses"]) == [str(step) for step in range(1, 41)]
     assert (data["final_step"], data["final_loss"]) == (40, data["losses"]["40"])

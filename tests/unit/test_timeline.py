@@ -5,7 +5,8 @@ import types
 
 import pytest
 
-from orchestrator.planner.schedules import order, peak_held, rank_of, stages_of
+from orchestrator.planner.peaks import peak_held
+from orchestrator.planner.schedules import order, rank_of, stages_of
 from orchestrator.planner.timeline import (StageTimes, durations_of, lower_bound_s, pipeline_s, pipeline_way, timeline,
                                             way_s)
 from orchestrator.planner.ways import Ways
@@ -193,8 +194,8 @@ def test_a_rank_does_one_thing_at_a_time_and_its_spans_fill_the_step(schedule, v
 @pytest.mark.parametrize("schedule,v", SCHEDULES)
 @pytest.mark.parametrize("p,rounds", [(2, 2), (2, 40), (3, 5), (4, 2), (4, 18)])
 def test_the_longest_way_of_one_step_bounds_every_other(schedule, v, p, rounds):
-    """Whatever the durations; of the step that it was taken from it is the whole time, or most of it where a steady state
-    is continued (40 rounds of 2, 18 of 4)."""
+    """Whatever the durations; of the step that it was taken from it is the whole time, or most of it where a steady
+    state is continued (40 rounds of 2, 18 of 4)."""
     rng = random.Random(f"{schedule} {v} {p} {rounds}")
     step = {"virtual_stages": v, "num_microbatches": p * rounds}
     for _ in range(6):

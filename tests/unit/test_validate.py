@@ -267,7 +267,8 @@ def test_any_column_groups(tmp_path):
 
 
 # file → what the error must say
-UNREADABLE = {"": "no such column", "\x00,\udcff": "cannot be read", "id,gpu,n_gpus,group\nx,H100,inf,g\n": "n_gpus: 'inf'",
+UNREADABLE = {"": "no such column", "\x00,\udcff": "cannot be read",
+              "id,gpu,n_gpus,group\nx,H100,inf,g\n": "n_gpus: 'inf'",
               "id,gpu,n_gpus,group,heads\nx,H100,8,g,-1\n": "heads: '-1' is below 0",
               "id,gpu,n_gpus,group,step_time_s\nx,H100,8,g,nan\n": "step_time_s: 'nan' is not a number",
               "id,gpu,n_gpus,group,layers\nx,H100,8,g,many\n": "layers: 'many' is not a number",

@@ -12,8 +12,8 @@ import psutil
 import pytest
 import yaml
 
-from jobs.spec.events import (AttemptStarted, CheckpointCommitted, Decision, Diagnosis, NodeSample, StepReport,
-                              ValidationReport)
+from jobs.spec.events import AttemptStarted, CheckpointCommitted, Decision, Diagnosis
+from jobs.spec.reports import NodeSample, StepReport, ValidationReport
 from jobs.spec.rundir import RunDir
 from orchestrator.monitoring.wandb_files import (HIDDEN, OFFSET_KEY, Note, delivered_offset, read_note, read_records,
                                                  wandb_location, wandb_mode, without_secrets, write_note)
