@@ -15,6 +15,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from jobs.own.build import OwnModelError, build, told
@@ -95,7 +96,7 @@ def trace(model: nn.Module, table: Table, *, seq_len: int, vocab_size: int) -> C
                             f"[1, {seq_len}, model.vocab_size={vocab_size}]")
     behind = {tuple(call.output.shape[2:]) for call in calls if call.path in table.blocks
               and isinstance(call.output, Tensor)}
-    broken = _broken(model, table, calls, tokens=tokens, logits=logits)
+    broken = _broken(model, table, calls, tokens=tokens, logits=logits) or seen.borrowed
     if broken is None and len(behind) != 1:
         broken = f"blocks give different shapes, {sorted(behind)}"
     paths, first, last = [call.path for call in calls], table.blocks[0], table.blocks[-1]
@@ -119,23 +120,34 @@ def _written_again(model: nn.Module, tokens: Tensor, kept: dict) -> list[str]:
 
 
 class _Seen(TorchDispatchMode):
-    """Where in the user's code a random number is drawn first, and a block's weight is used by others than the block.
-    """
+    """Where in the user's code a random number is drawn first, and a weight is used while what it belongs to is not
+    called: of a block's, and of a module's beside the blocks."""
 
     def __init__(self, model: nn.Module, table: Table, counter: FlopCounterMode) -> None:
         super().__init__()
         self.drawn: str | None = None
         self.apart: str | None = None
+        self.borrowed: str | None = None
         self._called = counter.mod_tracker.parents  # names of modules that are running, below the model's own
-        self._home = {weight: (f"{type(model).__name__}.{block}", f"{block}.{name}") for block in table.blocks
-                      for name, weight in model.get_submodule(block).named_parameters()}
+        self._in_blocks = tuple(f"{block}." for block in table.blocks)
+        self._homes: dict[nn.Parameter, dict[str, str]] = {}  # the largest modules without a block that hold it → name
+        for name, weight in model.named_parameters(remove_duplicate=False):
+            ends = [i for i, letter in enumerate(name) if letter == "."]
+            home = next((name[:i] for i in ends if not any(b.startswith(name[:i + 1]) for b in table.blocks)), None)
+            if home is not None:
+                self._homes.setdefault(weight, {})[f"{type(model).__name__}.{home}"] = name
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if torch.Tag.nondeterministic_seeded in func.tags and self.drawn is None:
             self.drawn = f"{func._schema.name} {_place()}"
-        for block, name in (self._home[one] for one in args if isinstance(one, nn.Parameter) and one in self._home):
-            if block not in self._called and self.apart is None:
-                self.apart = f"{name} {_place()}"
+        for one in tree_leaves(args):
+            homes = self._homes.get(one) if isinstance(one, nn.Parameter) else None
+            if homes and not homes.keys() & self._called:
+                name = next(iter(homes.values()))
+                if name.startswith(self._in_blocks):
+                    self.apart = self.apart or f"{name} {_place()}"
+                else:
+                    self.borrowed = self.borrowed or f"{name} is used while its module is not called, {_place()}"
         return func(*args, **kwargs or {})
 
 

@@ -60,7 +60,8 @@ def apply_fsdp(model: nn.Module, *, units: list[list[nn.Module]], mesh: DeviceMe
     if last and model not in last and model.embedding not in last:
         fully_shard(last, reshard_after_forward=False, **options)
     root = fully_shard(model, reshard_after_forward=False, **options)  # of what is left
-    # Behind it torch would gather what the microbatch before it has used last: gather nothing, which is no choice.
+    # Backward ends with the first unit: torch would gather then what the microbatch before this one has used last. No
+    # list of units can say "none", so the unit names itself, which is there.
     first = of_layers[0][0] if of_layers else root
     first.set_modules_to_backward_prefetch([first])
     for module in model.modules():

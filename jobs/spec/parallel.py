@@ -123,14 +123,10 @@ class Layout:
         return self.zero_stage == 3 and self.dims.fsdp > 1
 
     @property
-    def num_reductions(self) -> int:
-        """Of a gradient over fsdp, in a step."""
-        return self.num_microbatches if self.reduce_every_microbatch and self.zero_stage > 1 else 1
-
-    @property
     def shards_gradients(self) -> bool:
         """Each microbatch's are reduced at once, and only this rank's shard of the sum is held."""
-        return self.dims.fsdp > 1 and self.num_reductions == self.num_microbatches
+        return self.dims.fsdp > 1 and (self.num_microbatches == 1 or (self.zero_stage > 1 and
+                                                                      self.reduce_every_microbatch))
 
     @property
     def slots(self) -> int:

@@ -142,7 +142,7 @@ class _Stage:
         layout, training = self.layout, self.question.training
         element, reduced = DTYPE_BYTES[training.param_dtype], DTYPE_BYTES[training.reduce_dtype]
         forwards, backwards = gather_passes(layout, stage=self.stage)
-        often = layout.num_reductions
+        often = layout.num_microbatches if layout.shards_gradients else 1
         reduction = {"phase": "backward" if often > 1 else "step", "hidden_s": often * self.backward_s}
         units = [unit for unit in self._units() if unit[0]]
         share = 1 / max(1, sum(n for _, n, _ in units))  # of the compute that one unit may hide behind

@@ -54,17 +54,19 @@ def _way(model: ModelSpec, layers: range, *, per_unit: int, tp: int, ep: int, fi
     """Of the units those alone that differ from the one before them, and the last: between them all grows evenly."""
     ends = ends_params(model, tp=tp, first=first, last=last)
     root = ends if first and last and model.tie_embeddings else ends_params(model, tp=tp, first=False, last=last)
-    units = stage_units(model, layers, per_unit=per_unit, tp=tp, ep=ep)
+    # other trainers' stages may have no layer
+    units = stage_units(model, layers, per_unit=per_unit, tp=tp, ep=ep) or ((Weights(0), 0),)
     places, before, left, sent, gone = [], Weights(0), root, 0, 0
     for i, (unit, count) in reversed([*enumerate(units)]):
         ahead = units[i - 1][0].total if i else ends - root
-        place = Place(unit, before, left, sent, ahead, gone / len(layers), (gone + count) / len(layers))
+        place = Place(unit, before, left, sent, ahead, gone / (len(layers) or 1),
+                      (gone + count) / (len(layers) or 1))
         if i == 0 or not places or (unit, left, ahead) != (places[-1].unit, places[-1].left, places[-1].ahead):
             places.append(place)
         before, gone = before + unit, gone + count
         left, sent = unit.dense if ep * tp > 1 else unit.total, unit.total
-    widest = max(widest_weight(model, layer, dims=ParallelDims(tp=tp, ep=ep))
-                 for layer, _ in layer_kinds(model, layers.start, layers.stop))
+    widest = max((widest_weight(model, layer, dims=ParallelDims(tp=tp, ep=ep))
+                  for layer, _ in layer_kinds(model, layers.start, layers.stop)), default=0)
     is_tied = first and last and model.tie_embeddings
     return Way(root=root, places=tuple(places), begin=ends - root, total=before + Weights(ends), is_tied=is_tied,
                widest=widest, last=(root if is_tied else ends - root) or sent)

@@ -28,6 +28,8 @@ MIXER = OwnModel(name="mixer", entrypoint="configs.examples.mixer:build", vocab_
                  arguments={"dim": 32, "depth": 4, "head_dim": 8})
 
 TIED = OwnModel(name="tied", entrypoint="tests.helpers.own_models:tied", vocab_size=256)
+PEEKING = OwnModel(name="peeking", entrypoint="tests.helpers.own_models:kind", vocab_size=256,
+                   arguments={"name": "peeking"})
 BARE = OwnModel(name="bare", entrypoint="tests.helpers.own_models:bare", vocab_size=256)
 WHOLE = {"sequence_parallel": False}  # its learned positions need all tokens
 
@@ -124,6 +126,11 @@ def test_a_tied_matrix_and_dropout_match_the_single_rank(case) -> None:
 @pytest.mark.parametrize("case", BARE_FAST.values(), ids=BARE_FAST)
 def test_weights_transposed_unused_or_made_by_numpy_match_the_single_rank(case) -> None:
     check(case, BARE)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_a_weight_that_is_used_before_its_module_is_called_is_there(zero_stage) -> None:
+    check((dict(dp_shard=2, zero_stage=zero_stage), {}), PEEKING)
 
 
 @pytest.mark.slow

@@ -31,6 +31,8 @@ CASES = {
         dict(dp_replicate=2), {"tie_embeddings": True, "positions": "learned", "max_positions": TRAINING.seq_len}),
 }
 SLOW = {
+    "dense and expert layers share a unit": (dict(dp_shard=2, tp=2, ep=2, layers_per_unit=2), {"moe": MOE}),
+    "experts shared over tp where nothing else is": (dict(tp=2), {"moe": MOE}),  # whole weights, whatever zero_stage
     "experts not spread": (dict(dp_shard=2), {"moe": SHARED}),
     "ep2 in dp_shard2 × tp2": (dict(dp_shard=2, tp=2, ep=2), {"moe": MOE}),
     "ep4 in dp_shard2 × tp2": (dict(dp_shard=2, tp=2, ep=4), {"moe": SHARED}),

@@ -2,7 +2,6 @@
 what a rank needs and sends is what the plan says. The tables of test_verify say why a case is there; this one finds
 the case that nobody thought of."""
 import dataclasses
-import functools
 import os
 import random
 
@@ -23,8 +22,8 @@ from tests.helpers.planning import h100
 
 pytestmark = pytest.mark.distributed
 
-# numbers that are drawn: a few at once, all when there is time
-SMOKE, ALL = range(2), range(int(os.environ.get("ORC_EXAMPLES", "40")))
+# numbers that are drawn: a few that are quick, all when there is time
+SMOKE, ALL = (3, 4, 5), range(int(os.environ.get("ORC_EXAMPLES", "40")))
 PRESETS = ("llama3-8b", "llama3-70b", "llama3-405b", "gpt3-175b", "gemma2-27b", "mixtral-8x7b", "qwen3-30b-a3b",
            "qwen3-235b-a22b", "moonlight-16b", "deepseek-v3")
 LAYERS, NODES, SEQ_LENS, BATCHES = (4, 6, 8, 12), (1, 2, 4, 8), (2048, 2048, 4096, 8192), (16, 32, 64)
@@ -42,7 +41,7 @@ OPEN = {
     "cp_method": ("ring", "allgather"),
     "schedule": tuple(VIRTUAL_STAGES),
 }
-MOST_WORK = 2000  # layers × microbatches of a rank, times its steps of a ring: a minute
+MOST_WORK = 200  # layers × microbatches of a rank, times its steps of a ring: a minute
 
 
 def drawn(number: int) -> tuple[RunConfig, JobSpec]:
@@ -58,8 +57,8 @@ def drawn(number: int) -> tuple[RunConfig, JobSpec]:
         wishes = {name: draw.choice(values) for name, values in OPEN.items()}
         question = Question(model=model, training=training, cluster=cluster, request=ParallelRequest(**wishes),
                             num_nodes=cluster.num_nodes, allow_tp_across_nodes=False, trainable=True)
-        legal = [one for one in every_layout(question) if model.num_layers // one.dims.pp * one.num_microbatches *
-                 one.dims.cp <= MOST_WORK // 10]
+        legal = [one for one in every_layout(question)
+                 if model.num_layers // one.dims.pp * one.num_microbatches * one.dims.cp <= MOST_WORK]
         if legal:
             config = RunConfig(run="x", cluster=cluster, model=model, training=training)
             where = draw.choice(legal)
@@ -77,3 +76,15 @@ def verified(number: int) -> list[VerifiedRank]:
 def test_what_the_planner_may_choose_needs_and_sends_what_the_plan_says(number):
     for found in verified(number):
         assert found.problems == (), [(row.what, row.planned_bytes, row.measured_bytes) for row in found.memory]
+
+
+def test_the_draw_reaches_every_axis_schedule_and_option():
+    """Of the slow ones together; else the comparison would be of a corner."""
+    jobs = [drawn(number)[1] for number in range(40)]
+    layouts = [job.layout for job in jobs]
+    for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep"):
+        assert sum(getattr(one.dims, axis) > 1 for one in layouts) >= 5, axis
+    for name, least in (("schedule", 6), ("zero_stage", 3), ("recompute", 3), ("reduce_every_microbatch", 2),
+                        ("layers_per_unit", 3), ("microbatch_size", 2)):
+        assert len({getattr(one, name) for one in layouts}) >= least, name
+    assert len({job.model.name for job in jobs}) >= 8

@@ -89,6 +89,23 @@ class Borrowed(Small):
         return self.head(x)
 
 
+class Peeking(Small):
+    """A block uses a weight of what follows the blocks, of which it knows by itself."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size, depth=4)
+        self.blocks[1] = Borrowing(self.head)
+
+
+class Borrowing(Block):
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self.lender = [head]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + F.linear(x, self.lender[0].weight).mean(-1, keepdim=True)
+
+
 class Leaving(Small):
     """Validated, its second rank is content with the first block."""
 
@@ -164,7 +181,7 @@ def running(*, vocab_size: int, seq_len: int, once: bool) -> tuple[nn.Module, di
 def kind(*, vocab_size: int, seq_len: int, name: str) -> tuple[nn.Module, dict]:
     return {"scaled": Scaled, "backwards": Backwards, "looped": Looped, "hidden": Hidden,
             "noisy": Noisy, "misplaced": Misplaced, "opened": Opened, "borrowed": Borrowed,
-            "leaving": Leaving}[name](vocab_size), PLAN
+            "leaving": Leaving, "peeking": Peeking}[name](vocab_size), PLAN
 
 
 class Attention(nn.Module):

@@ -127,6 +127,15 @@ def test_stages_hold_every_kind_of_model_once(name):
         assert 2 * stage_params(model, whole, 0) == num_params(model) + norms + positions + model.num_layers * repeated
 
 
+def test_a_stage_without_layers_holds_its_end_of_the_model():
+    """Other trainers have such stages."""
+    layout = dataclasses.replace(layout_of(SMALL, dims={"pp": 2, "dp_shard": 2}, num_microbatches=4),
+                                 layers_per_stage=(0, SMALL.num_layers))
+    memory = stage_memory(SMALL, layout, training=training(global_batch_size=8), stage=0, device="cuda")
+    assert memory.optimizer_bytes == 8 * stage_params(SMALL, layout, 0) / 2 == 4 * SMALL.vocab_size * SMALL.dim
+    assert memory.total_bytes > memory.optimizer_bytes
+
+
 @pytest.mark.parametrize("pp,m,expected", IN_FLIGHT)
 def test_1f1b_microbatches_in_flight(pp, m, expected):
     layout = layout_of(SMALL, dims={"pp": pp}, num_microbatches=m)
