@@ -193,6 +193,8 @@ def _broken(model: nn.Module, table: Table, calls: list[_Call], *, tokens: Tenso
     paths = [call.path for call in calls]
     if twice := next((path for path in paths if paths.count(path) > 1), None):
         return f"{twice} is called more than once"
+    if part := next(((path, whole) for path in paths for whole in paths if path.startswith(f"{whole}.")), None):
+        return f"{part[0]} is called by itself, and is a part of {part[1]}"
     if tuple(path for path in paths if path in table.blocks) != table.blocks:
         return "the blocks are not called in the order of the model, each once"
     at = [i for i, path in enumerate(paths) if path in table.blocks]

@@ -57,7 +57,8 @@ def apply_fsdp(model: nn.Module, *, units: list[list[nn.Module]], mesh: DeviceMe
     for i, unit in enumerate(of_layers):
         kept = model.is_last and i == len(of_layers) - 1
         fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=not kept, **options)
-    if last and model not in last and model.embedding not in last:
+    tied = getattr(model, "embedding", None) in last  # of ours: forward begins with it, too
+    if last and model not in last and not tied:
         fully_shard(last, reshard_after_forward=False, **options)
     root = fully_shard(model, reshard_after_forward=False, **options)  # of what is left
     # Backward ends with the first unit: torch would gather then what the microbatch before this one has used last. No

@@ -28,8 +28,9 @@ MIXER = OwnModel(name="mixer", entrypoint="configs.examples.mixer:build", vocab_
                  arguments={"dim": 32, "depth": 4, "head_dim": 8})
 
 TIED = OwnModel(name="tied", entrypoint="tests.helpers.own_models:tied", vocab_size=256)
-PEEKING = OwnModel(name="peeking", entrypoint="tests.helpers.own_models:kind", vocab_size=256,
-                   arguments={"name": "peeking"})
+PEEKING, NESTED = (OwnModel(name=name, entrypoint="tests.helpers.own_models:kind", vocab_size=256,
+                            arguments={"name": name}) for name in ("peeking", "nested"))
+WRAPPED = OwnModel(name="wrapped", entrypoint="tests.helpers.own_models:wrapped", vocab_size=256)
 BARE = OwnModel(name="bare", entrypoint="tests.helpers.own_models:bare", vocab_size=256)
 WHOLE = {"sequence_parallel": False}  # its learned positions need all tokens
 
@@ -129,8 +130,9 @@ def test_weights_transposed_unused_or_made_by_numpy_match_the_single_rank(case) 
 
 
 @pytest.mark.parametrize("zero_stage", [1, 3])
-def test_a_weight_that_is_used_before_its_module_is_called_is_there(zero_stage) -> None:
-    check((dict(dp_shard=2, zero_stage=zero_stage), {}), PEEKING)
+@pytest.mark.parametrize("model", [PEEKING, NESTED, WRAPPED], ids=lambda model: model.name)
+def test_a_weight_that_is_used_before_its_unit_is_called_is_there(zero_stage, model) -> None:
+    check((dict(dp_shard=2, zero_stage=zero_stage), {}), model)
 
 
 @pytest.mark.slow

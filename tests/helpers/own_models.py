@@ -40,6 +40,21 @@ class Small(nn.Module):
         return self.head(x)
 
 
+class Wrapped(nn.Module):
+    """Nothing is where other models have it."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.decoder = Small(vocab_size, depth=4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.decoder(tokens)
+
+
+def wrapped(*, vocab_size: int, seq_len: int) -> tuple[nn.Module, dict]:
+    return Wrapped(vocab_size), {"blocks": "decoder.blocks.*"}
+
+
 class Scaled(Small):
     """Something between its parts that is no module."""
 
@@ -104,6 +119,20 @@ class Borrowing(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + F.linear(x, self.lender[0].weight).mean(-1, keepdim=True)
+
+
+class Nested(Small):
+    """A part of what follows the blocks is called before it, too."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size, depth=4)
+        self.tail = nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, DIM))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.tail(self.tail[0](x)))
 
 
 class Leaving(Small):
@@ -181,7 +210,7 @@ def running(*, vocab_size: int, seq_len: int, once: bool) -> tuple[nn.Module, di
 def kind(*, vocab_size: int, seq_len: int, name: str) -> tuple[nn.Module, dict]:
     return {"scaled": Scaled, "backwards": Backwards, "looped": Looped, "hidden": Hidden,
             "noisy": Noisy, "misplaced": Misplaced, "opened": Opened, "borrowed": Borrowed,
-            "leaving": Leaving, "peeking": Peeking}[name](vocab_size), PLAN
+            "leaving": Leaving, "peeking": Peeking, "nested": Nested}[name](vocab_size), PLAN
 
 
 class Attention(nn.Module):

@@ -76,11 +76,13 @@ def test_a_trainer_tells_its_validations_and_no_step_takes_their_time(tmp_path: 
     assert first.validation_s is steps[0].step_time_s is None
     losses = [(v.step, v.loss) for v in validated]
     assert losses == [(2, 1.0), (4, 0.5), (6, 1 / 3)] and {(v.rank, v.tokens) for v in validated} == {(0, 32)}
-    told = sum(s.step_time_s for s in steps[1:]) + sum(v.validation_s for v in validated)
-    assert told == pytest.approx(validated[-1].t - steps[0].t, abs=0.3)  # every second once: 1.2 s are validation
+    validation_s = sum(v.validation_s for v in validated)
+    assert validation_s >= 3 * 0.4
+    # no second twice
+    assert sum(s.step_time_s for s in steps[1:]) + validation_s <= validated[-1].t - first.t + 0.01
     made = report(run_dir)
     assert made["validation_losses"] == {str(step): loss for step, loss in [(0, 9.0), *losses]}
-    assert made["goodput"]["validation_s"] == pytest.approx(sum(v.validation_s for v in validated), abs=0.3)
+    assert made["goodput"]["validation_s"] == pytest.approx(validation_s, rel=0.25)
     assert "validation after step 6  loss 0.3333  32 tokens in " in orc("status", run_dir, check=True).stdout
     [log] = (run_dir / "wandb").glob("offline-run-*/*.wandb")
     rows = [{item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}

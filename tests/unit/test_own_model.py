@@ -108,6 +108,7 @@ CHAINS = {
     "a cache that the first forward fills": (own("running", once=True), None),
     "another order": (own("kind", name="backwards"), "not called in the order of the model"),
     "twice": (own("kind", name="looped"), "is called more than once"),
+    "a part and the whole": (own("kind", name="nested"), "tail.0 is called by itself, and is a part of tail"),
     "a weight lent": (own("kind", name="peeking"), "head.weight is used while its module is not called, at "),
 }
 
