@@ -7,6 +7,7 @@ Sources: ZeRO (arXiv:1910.02054) for states; what microbatches hold is in held.
 """
 import math
 from collections.abc import Iterator
+from operator import mul
 
 from jobs.spec.job import Device
 from jobs.spec.model import ModelSpec
@@ -80,18 +81,20 @@ def _moments(model: ModelSpec, layout: Layout, *, training: TrainingSpec, rank: 
     complete = layout.shards_gradients or layout.num_microbatches == 1
     # torch leaves every unit whole from one microbatch's backward to the next one's forward
     keeps, follows = layout.dims.pp > 1, layout.virtual_stages > 1 or layout.schedule == "gpipe"
-    seen = set()
+    found = []
     for scene in scenes(layout, rank):
-        way = ways[scene.at]
-        alike = way.root, way.total, of.each[scene.at], scene.held, scene.waits, scene.begun, \
-            keeper.replaces and scene.is_last
-        if alike in seen:  # a pass through another stage like this
+        activations = sum(map(mul, scene.held, of.each)) + sum(map(mul, scene.waits, of.waiting))
+        others = 0 if last is None else logits.kept * (scene.held[last] - (scene.at == last))
+        found.append((activations, others, scene))
+    found.sort(key=lambda one: one[0], reverse=True)
+    met = {}  # kind of pass → the most of other microbatches' logits in one that holds no less of activations
+    for activations, others, scene in found:
+        at, way, own = scene.at, ways[scene.at], scene.at == last
+        kind = (way.root, way.total, of.each[at], of.waiting[at], own, scene.begun, scene.begun[at], scene.is_split,
+                keeper.replaces and scene.is_last)
+        if met.get(kind, -1) >= others:
             continue
-        seen.add(alike)
-        at, own = scene.at, scene.at == last
-        others = 0 if last is None else logits.kept * (scene.held[last] - own)
-        activations = sum(n * each for n, each in zip(scene.held, of.each))
-        activations += sum(n * each for n, each in zip(scene.waits, of.waiting))
+        met[kind] = others
         yield from keeper.moments(Pass(
             way=way, activations=activations, own=of.each[at], again=of.again, waiting=of.waiting[at],
             logits=others + own * (logits.kept + logits.most), logits_behind=others + own * logits.behind,
