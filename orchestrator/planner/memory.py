@@ -14,14 +14,16 @@ from jobs.spec.model import ModelSpec
 from jobs.spec.parallel import Layout
 from jobs.spec.training import DTYPE_BYTES, TrainingSpec
 from orchestrator.planner.activations import BlockShape, block_activation_bytes, block_shape
-from orchestrator.planner.backward import MASTER_BYTES, Bytes, Kept, Moment, Pass, Sharded, Whole
+from orchestrator.planner.backward import MASTER_BYTES, Bytes, Kept, Moment, Pass
 from orchestrator.planner.held import held, logits_held
 from orchestrator.planner.links import expert_shards
 from orchestrator.planner.plan import StageMemory
 from orchestrator.planner.scenes import scenes
+from orchestrator.planner.sharded import Sharded
 from orchestrator.planner.software import OURS, Software
 from orchestrator.planner.units import way_of
 from orchestrator.planner.weights import Weights, block_params, ends_params, rank_weights, stage_weights
+from orchestrator.planner.whole import Whole
 
 __all__ = ["BlockShape", "block_activation_bytes", "block_params", "block_shape", "ends_params", "in_flight",
            "stage_memory", "stage_params"]
