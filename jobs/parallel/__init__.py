@@ -101,14 +101,16 @@ def complete(parts: tuple[nn.Module, ...], *, units: list[list[list[nn.Module]]]
 def _bucket_units(part: nn.Module, units: list[list[nn.Module]], *, tied: bool, mesh: DeviceMesh,
                   expert_mesh: DeviceMesh | None) -> list[Unit]:
     """The usual units without experts, whose ranks are others, and behind each the experts of its layers. Of `tied`
-    weights forward begins with the last unit, and backward ends with it."""
-    root = units[-1]
-    units = [root, *units[:-1]] if tied and part.is_first and part.is_last else units
+    weights forward begins with the last unit, and backward ends with it: with what the others leave of it."""
+    *others, root = units
+    elsewhere = {weight for unit in others for module in unit for weight in module.parameters()}
+    units = [root, *others] if tied and part.is_first and part.is_last else units
     experts = [] if expert_mesh is None else [moe.experts for moe in moe_blocks(part)]
     apart = {weight for module in experts for weight in module.parameters()}
     found = []
     for unit in units:
-        weights = [weight for module in unit for weight in module.parameters() if weight not in apart]
+        weights = [weight for module in unit for weight in module.parameters()
+                   if weight not in apart and (unit is not root or weight not in elsewhere)]
         found.append(Unit(modules=unit, weights=weights, is_used_first=unit is root and part in root,
                           shards=fsdp_mesh(mesh), replicas=mesh["dp_replicate"]))
         inside = {module for top in unit for module in top.modules()}

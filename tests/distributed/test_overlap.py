@@ -17,6 +17,7 @@ from jobs.parallel.columns import column_parallel
 from jobs.parallel.context import ContextAttention
 from jobs.parallel.expert import LocalExperts
 from tests.distributed.test_own_model import MIXER
+from tests.distributed.test_own_model import TIED as OWN_TIED
 from tests.helpers.models import MIXTURE
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, build_model, job, layout
@@ -66,6 +67,7 @@ REDUCTIONS = {
     "ZeRO-1, experts on other ranks": (dict(dp_shard=4, ep=2, zero_stage=1, microbatch_size=2), MIXTURE, "bucket",
                                        2 * LAYERS),
     "ZeRO-1": (dict(dp_shard=2, zero_stage=1), TINY, "scatter", LAYERS),
+    "ZeRO-1, an own model, tied": (dict(dp_shard=2, zero_stage=1), OWN_TIED, "scatter", LAYERS - 1),
     "ZeRO-2": (dict(dp_shard=2, zero_stage=2), TINY, "scatter", LAYERS),
     "ZeRO-3": (dict(dp_shard=2), TINY, "scatter", LAYERS),
     "ZeRO-3, tied": (dict(dp_shard=2), TIED, "scatter", LAYERS - 1),
