@@ -59,4 +59,6 @@ def _mean(values: list[float]) -> float:
 
 
 if __name__ == "__main__":
+    if not sys.argv[1:]:
+        sys.exit(__doc__)
     main(Path(sys.argv[1]))

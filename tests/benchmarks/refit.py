@@ -151,4 +151,6 @@ def set_value(name: str, value: float) -> None:
 
 
 if __name__ == "__main__":
+    if not sys.argv[1:]:
+        sys.exit(__doc__)
     main(Path(sys.argv[1]), leave_one_out="--leave-one-out" in sys.argv[2:])
