@@ -48,8 +48,7 @@ class Footprint:
             max(0.0, self._computed(shape, dense + experts) - own)
 
     def _weights_first(self, variant: Variant, pp: int, tp: int, ep: int) -> tuple[int, int]:
-        stages = stages_of(variant.schedule, rank=0, pp=pp, virtual_stages=variant.virtual_stages) if pp > 1 else (0,)
-        found = weights_of_stages(self.model, variant.layers_per_stage, stages, tp=tp, ep=ep)
+        found = weights_of_stages(self.model, variant.layers_per_stage, _first_stages(pp, variant), tp=tp, ep=ep)
         return found.dense, found.experts
 
     def _held_first(self, pp: int, variant: Variant) -> tuple[tuple[int, int], ...]:
@@ -57,8 +56,7 @@ class Footprint:
         found = dict.fromkeys(self._kind_of.values(), 0)
         held = (1,) if pp == 1 else peak_held(variant.schedule, rank=0, pp=pp, virtual_stages=variant.virtual_stages,
                                               num_microbatches=variant.num_microbatches)
-        stages = (0,) if pp == 1 else stages_of(variant.schedule, rank=0, pp=pp, virtual_stages=variant.virtual_stages)
-        for stage, count in zip(stages, held):
+        for stage, count in zip(_first_stages(pp, variant), held):
             start = sum(variant.layers_per_stage[:stage])
             for moe, window, layers in like_layers(self.model, start, start + variant.layers_per_stage[stage]):
                 found[self._kind_of[moe, window]] += count * layers
@@ -92,3 +90,8 @@ class Footprint:
             found[layer] = block_activation_bytes(block, tp=one.tp, sequence_parallel=one.sequence_parallel,
                                                   recompute=one.recompute)
         return found
+
+
+def _first_stages(pp: int, variant: Variant) -> tuple[int, ...]:
+    """That the first pipeline rank holds."""
+    return (0,) if pp == 1 else stages_of(variant.schedule, rank=0, pp=pp, virtual_stages=variant.virtual_stages)

@@ -13,7 +13,6 @@ from jobs.spec.job import Device
 from jobs.spec.model import ModelSpec
 from jobs.spec.parallel import Layout
 from jobs.spec.training import DTYPE_BYTES, TrainingSpec
-from orchestrator.planner.activations import BlockShape, block_activation_bytes, block_shape
 from orchestrator.planner.backward import MASTER_BYTES, Bytes, Kept, Moment, Pass
 from orchestrator.planner.held import held, logits_held
 from orchestrator.planner.links import expert_shards
@@ -22,20 +21,12 @@ from orchestrator.planner.scenes import scenes
 from orchestrator.planner.sharded import Sharded
 from orchestrator.planner.software import OURS, Software
 from orchestrator.planner.units import way_of
-from orchestrator.planner.weights import Weights, block_params, ends_params, rank_weights, stage_weights
+from orchestrator.planner.weights import Weights, rank_weights
 from orchestrator.planner.whole import Whole
-
-__all__ = ["BlockShape", "block_activation_bytes", "block_params", "block_shape", "ends_params", "in_flight",
-           "stage_memory", "stage_params"]
 
 ADAM_BYTES = 8  # float32 first and second moment
 COLLECTIVE_BUFFERS_BYTES = 2 * 2**20  # of NCCL, per channel pair and group of ranks
 CHANNELS = 16
-
-
-def stage_params(model: ModelSpec, layout: Layout, stage: int) -> int:
-    """Parameters of one stage on one tp rank, before FSDP shards them."""
-    return stage_weights(model, layout, stage).total
 
 
 def in_flight(layout: Layout, rank: int) -> int:

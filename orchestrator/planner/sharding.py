@@ -10,8 +10,7 @@ from jobs.spec.model import ModelSpec
 from jobs.spec.parallel import Layout, Schedule
 from orchestrator.planner.book import Book
 from orchestrator.planner.schedules import order
-from orchestrator.planner.units import stage_units
-from orchestrator.planner.weights import ends_params
+from orchestrator.planner.units import stage_units, way_of
 
 
 def gather_passes(layout: Layout, *, stage: int) -> tuple[int, int]:
@@ -59,11 +58,7 @@ def data_parallel(book: Book) -> None:
     """Over fsdp = dp_shard·cp gather parameters and scatter gradients; over dp_replicate then all-reduce the shard of
     the gradient (HSDP). Units: layers_per_unit layers, the embedding, norm with output. ZeRO-1 and 2 gather after
     the update instead. Experts are shared by fewer ranks, edp, and have their own."""
-    model, dims = book.model, book.dims
-    ends = ends_params(model, tp=dims.tp, first=book.first, last=book.last)
-    together = book.first and book.last and model.tie_embeddings  # one unit, with which backward begins
-    root = ends if together else ends_params(model, tp=dims.tp, first=False, last=book.last)
-    embedding = ends - root
+    model, dims, way = book.model, book.dims, way_of(book.model, book.layout, book.stage)
     units = [weights for weights, _ in stage_units(model, book.layout.layers(book.stage), tp=dims.tp, ep=dims.ep,
                                                    per_unit=book.layout.layers_per_unit)]
     kinds = {weights.experts > 0 for weights in units}
@@ -74,8 +69,8 @@ def data_parallel(book: Book) -> None:
         _unit(book, what, weights.total if with_rest else weights.dense, units=count, kept=kept)
         if not with_rest:
             _unit(book, "experts", weights.experts, units=count, kept=kept, group="edp")
-    _unit(book, "embedding", embedding, units=1, kept=0)
-    _unit(book, "norm and output", root, units=1, kept=1)
+    _unit(book, "embedding", way.begin, units=1, kept=0)
+    _unit(book, "norm and output", way.root, units=1, kept=1)
 
 
 def _unit(book: Book, what: str, params: float, *, units: int, kept: int, group: str = "fsdp") -> None:

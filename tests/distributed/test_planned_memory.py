@@ -6,7 +6,7 @@ from jobs.model.attention import RotaryTable
 from jobs.model.places import Places, locate
 from jobs.model.transformer import Layer
 from jobs.spec.training import DTYPE_BYTES
-from orchestrator.planner.memory import block_activation_bytes, block_shape
+from orchestrator.planner.activations import block_activation_bytes, block_shape
 from tests.helpers.planning import SMALL
 from tests.helpers.ranks import run_ranks
 

@@ -8,10 +8,11 @@ from jobs.spec.model import MlaSpec, ModelSpec, MoeSpec
 from orchestrator.planner.activations import BlockShape, block_activation_bytes, block_shape
 from orchestrator.planner.cost import heaviest
 from orchestrator.planner.held import held, logits_held
-from orchestrator.planner.memory import in_flight, stage_memory, stage_params
+from orchestrator.planner.memory import in_flight, stage_memory
 from orchestrator.planner.peaks import peak_held
 from orchestrator.planner.software import OURS, Software
 from orchestrator.planner.uneven import stage_splits
+from orchestrator.planner.weights import stage_weights
 from tests.helpers.planning import LLAMA3_8B, LLAMA3_70B, SMALL, h100, layout_of, training
 
 # Korthikanti et al., table 3: s, b, h, a of the 22B, 175B, 530B and 1T models
@@ -99,7 +100,7 @@ def test_stages_together_hold_the_model_once(dims, tied):
     tp, pp = layout.dims.tp, layout.dims.pp
     norms = (2 * model.num_layers + 1) * model.dim  # on every tp rank
     copies = model.vocab_size * model.dim if tied and pp > 1 else 0  # of a tied embedding, on the last stage
-    held = tp * sum(stage_params(model, layout, stage) for stage in range(pp))
+    held = tp * sum(stage_weights(model, layout, stage).total for stage in range(pp))
     assert held == num_params(model) + (tp - 1) * norms + copies
 
 
@@ -119,12 +120,13 @@ def test_stages_hold_every_kind_of_model_once(name):
     model = ModelSpec(name="m", vocab_size=64, dim=32, num_layers=6, num_heads=4, num_kv_heads=4, ffn_dim=64, **options)
     for dims in ({}, {"pp": 2}, {"pp": 3}):
         layout = layout_of(model, dims=dims)
-        assert sum(stage_params(model, layout, s) for s in range(layout.dims.pp)) == num_params(model)
+        assert sum(stage_weights(model, layout, s).total for s in range(layout.dims.pp)) == num_params(model)
     if model.moe is None:
         whole = layout_of(model, dims={"tp": 2})
         norms = (2 * model.num_layers + 1) * model.dim * (2 if model.norm == "layernorm" else 1)
         positions = (model.max_positions or 0) * model.dim
-        assert 2 * stage_params(model, whole, 0) == num_params(model) + norms + positions + model.num_layers * repeated
+        assert 2 * stage_weights(model, whole, 0).total == (
+            num_params(model) + norms + positions + model.num_layers * repeated)
 
 
 def test_a_stage_without_layers_holds_its_end_of_the_model():
@@ -132,7 +134,7 @@ def test_a_stage_without_layers_holds_its_end_of_the_model():
     layout = dataclasses.replace(layout_of(SMALL, dims={"pp": 2, "dp_shard": 2}, num_microbatches=4),
                                  layers_per_stage=(0, SMALL.num_layers))
     memory = stage_memory(SMALL, layout, training=training(global_batch_size=8), stage=0, device="cuda")
-    assert memory.optimizer_bytes == 8 * stage_params(SMALL, layout, 0) / 2 == 4 * SMALL.vocab_size * SMALL.dim
+    assert memory.optimizer_bytes == 8 * stage_weights(SMALL, layout, 0).total / 2 == 4 * SMALL.vocab_size * SMALL.dim
     assert memory.total_bytes > memory.optimizer_bytes
 
 
